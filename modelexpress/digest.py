@@ -11,7 +11,7 @@ import ctypes
 import random
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 import xxhash
@@ -34,7 +34,8 @@ def checksum_at(address: int, nbytes: int, device: str) -> int:
     """xxh3_64 of `nbytes` at `address`. Device memory is copied to the host first, a piece at a time."""
     if device == "cpu":
         return xxhash.xxh3_64_intdigest(memory_at(address, nbytes))
-    return xxhash.xxh3_64_intdigest(_on_device(address, nbytes, device).cpu().numpy())
+    host = _on_device(address, nbytes, device).cpu()
+    return xxhash.xxh3_64_intdigest(memory_at(host.data_ptr(), nbytes))
 
 
 def checksums_of(manifest: Manifest, *, threads: int) -> bytes:
@@ -135,4 +136,4 @@ class _DeviceBytes:
 
 
 def _on_device(address: int, nbytes: int, device: str) -> torch.Tensor:
-    return cast(torch.Tensor, torch.as_tensor(_DeviceBytes(address, nbytes), device=device))
+    return torch.as_tensor(_DeviceBytes(address, nbytes), device=device)

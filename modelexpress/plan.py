@@ -175,8 +175,7 @@ def _merge(parts: Iterable[Range]) -> list[Range]:
     merged: list[Range] = []
     for part in parts:
         if merged and _touch(merged[-1], part):
-            last = merged.pop()
-            part = Range(*msgspec.structs.astuple(last)[:4], last.nbytes + part.nbytes)
+            part = msgspec.structs.replace(merged[-1], nbytes=merged.pop().nbytes + part.nbytes)
         merged.append(part)
     return merged
 

@@ -169,9 +169,10 @@ class Registry(ABC):
 
     def _accept(self, encoded: bytes) -> SourceRecord | None:
         """Decode a foreign record; None, with a log line, when it is broken or not signed as it must be."""
+        if len(encoded) > MAX_RECORD_NBYTES:
+            logger.warning("ignored a record of %s bytes; the limit is %s", len(encoded), MAX_RECORD_NBYTES)
+            return None
         try:
-            if len(encoded) > MAX_RECORD_NBYTES:
-                raise ValueError(f"{len(encoded):,} bytes, the limit is {MAX_RECORD_NBYTES:,}")
             record = msgspec.msgpack.decode(encoded, type=SourceRecord)
         except (msgspec.MsgspecError, ValueError) as exc:
             logger.warning("ignored a broken record in the registry: %s", exc)
@@ -186,6 +187,7 @@ class Registry(ABC):
 
 
 def encode_record(record: SourceRecord) -> bytes:
+    """The bytes that are stored and signed."""
     return msgspec.msgpack.encode(record)
 
 
