@@ -64,22 +64,10 @@ class Verifier:
     """
 
     def __init__(self, plan: TransferPlan, checksums: bytes, mode: Verify) -> None:
-        expected = _unpack(checksums)
-        count = sum(1 for _ in pieces(plan.source))
-        if mode != "off" and len(expected) != count:
-            raise ManifestMismatch(
-                f"the source published {len(expected)} checksums for {count} pieces; it must publish again, "
-                "or load with verify='off'"
-            )
         self._plan = plan
-        self._expected = expected
-        self._chosen = _choose(plan, mode)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this verifier checks when every chunk arrives."""
-        parts = (pair for chunk in self._plan.chunks for pair in chunk.pieces)
-        return sum(part.nbytes for number, part in parts if number in self._chosen)
+        self._pieces = tuple(pieces(plan.source)) if mode != "off" else ()
+        self._expected = _expected(checksums, len(self._pieces))
+        self.chosen = _choose([number for chunk in plan.chunks for number, _ in chunk.pieces], mode)
 
     def check(self, chunk: Chunk) -> None:
         """Check one chunk that has arrived in the target.
@@ -88,39 +76,66 @@ class Verifier:
             VerificationFailed: names the tensors under the first piece that is wrong.
         """
         for number, part in chunk.pieces:
-            if number not in self._chosen:
-                continue
-            device = self._plan.target.storages[part.target_storage].device
-            if checksum_at(self._plan.target_address(part), part.nbytes, device) != self._expected[number]:
-                raise VerificationFailed(
-                    f"{_names(self._plan, number)}: the {part.nbytes:,} bytes at offset {part.source_offset:,} of the "
-                    "source's storage arrived with another checksum than it published; its memory or the way is damaged"
-                )
+            if number in self.chosen:
+                device = self._plan.target.storages[part.target_storage].device
+                found = checksum_at(self._plan.target_address(part), part.nbytes, device)
+                _compare(found, self._expected[number], self._plan.source, self._pieces[number])
 
 
-def _choose(plan: TransferPlan, mode: Verify) -> frozenset[int]:
-    numbers = [number for chunk in plan.chunks for number, _ in chunk.pieces]
-    if mode == "off" or not numbers:
-        return frozenset()
-    if mode == "on":
-        return frozenset(numbers)
-    return frozenset(random.sample(numbers, max(1, len(numbers) // _SAMPLED_EVERY)))
+class TensorVerifier:
+    """The same for raw checkpoint tensors that arrive whole, one by one, in memory of their own."""
+
+    def __init__(self, manifest: Manifest, checksums: bytes, mode: Verify) -> None:
+        self._manifest = manifest
+        numbered = list(enumerate(pieces(manifest))) if mode != "off" else []
+        self._expected = _expected(checksums, len(numbered))
+        self.chosen = _choose([number for number, _ in numbered], mode)
+        spans = manifest.spans() if numbered else ()
+        self._pieces_of: dict[str, list[tuple[int, int, Piece]]] = {}
+        for number, piece in numbered:
+            span = spans[piece.span]
+            self._pieces_of.setdefault(span.names[0], []).append((number, piece.offset - span.offset, piece))
+
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """Check one contiguous tensor.
+
+        Raises:
+            VerificationFailed: names the tensor.
+        """
+        for number, start, piece in self._pieces_of.get(name, ()):
+            if number in self.chosen:
+                found = checksum_at(tensor.data_ptr() + start, piece.nbytes, str(tensor.device))
+                _compare(found, self._expected[number], self._manifest, piece)
 
 
-def _names(plan: TransferPlan, number: int) -> str:
-    spans = plan.source.spans()
-    wrong = next(piece for at, piece in enumerate(pieces(plan.source)) if at == number)
-    return "tensor " + ", ".join(spans[wrong.span].names)
+def _expected(checksums: bytes, count: int) -> array.array[int]:
+    values = array.array("Q")
+    values.frombytes(checksums[: len(checksums) // 8 * 8])
+    if count and len(values) != count:
+        raise ManifestMismatch(
+            f"there are {len(values)} checksums for {count} pieces of weights; the source must publish with "
+            "verify on, or load with verify='off'"
+        )
+    return values
+
+
+def _compare(found: int, expected: int, manifest: Manifest, piece: Piece) -> None:
+    if found != expected:
+        names = ", ".join(manifest.spans()[piece.span].names)
+        raise VerificationFailed(
+            f"tensor {names}: the {piece.nbytes:,} bytes at offset {piece.offset:,} of storage {piece.storage} have "
+            f"checksum {found:016x}, and {expected:016x} was recorded; the source's memory or file is damaged"
+        )
+
+
+def _choose(numbers: list[int], mode: Verify) -> frozenset[int]:
+    if mode == "sampled" and numbers:
+        return frozenset(random.sample(numbers, max(1, len(numbers) // _SAMPLED_EVERY)))
+    return frozenset(numbers if mode == "on" else ())
 
 
 def _pack(values: Iterable[int]) -> bytes:
     return array.array("Q", values).tobytes()
-
-
-def _unpack(checksums: bytes) -> array.array[int]:
-    values = array.array("Q")
-    values.frombytes(checksums[: len(checksums) // 8 * 8])
-    return values
 
 
 class _DeviceBytes:

@@ -95,6 +95,16 @@ class WeightsIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Hex SHA-256 of the canonical JSON of all fields: 64 characters, equal on every machine."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
+    @property
+    def content_key(self) -> str:
+        """Hex SHA-256 of model and revision alone: which raw checkpoint, whatever is made of it."""
+        return content_key(self.model, self.revision)
+
+
+def content_key(model: str, revision: str) -> str:
+    """What a raw checkpoint is found by. `model` is empty where `revision` is a content digest."""
+    return hashlib.sha256(msgspec.json.encode(["checkpoint", model, revision])).hexdigest()
+
 
 class StorageSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One block of memory (or one shard file): `address` is 0 for a file."""

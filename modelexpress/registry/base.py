@@ -10,14 +10,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import random
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from modelexpress.errors import NotAvailable, RegistryError
+from modelexpress.errors import ConfigError, NotAvailable, RegistryError
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,12 @@ MAX_RECORD_NBYTES = 16 * 1024
 MAX_OFFER_NBYTES = 256 * 1024 * 1024
 
 SourceKind = Literal["layout", "checkpoint"]
+
+# Foreign text ends up in file names, key names, logs and terminals: no control characters, no paths.
+# `\Z`, because `$` would let a newline through.
+_SourceId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+_Line = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class SourceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,17 +50,17 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         published_at: seconds since the epoch, for people; nothing is decided by it.
     """
 
-    source_id: str
-    generation: int
-    keys: tuple[str, ...]
+    source_id: _SourceId
+    generation: _Count
+    keys: tuple[_Line, ...]
     kind: SourceKind
-    label: str
-    host: str
-    pid: int
-    transport: str
-    nbytes: int
-    tensors: int
-    offer_digest: str
+    label: _Line
+    host: _Line
+    pid: _Count
+    transport: _Line
+    nbytes: _Count
+    tensors: _Count
+    offer_digest: _Line
     published_at: float
     signature: bytes = b""
 
@@ -63,10 +70,25 @@ class SourceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return f"{self.host}/{self.pid}/{self.source_id[:8]}"
 
 
+_DECODER = msgspec.msgpack.Decoder(SourceRecord)
+
+
 class FoundSource(msgspec.Struct, frozen=True):
     """A live record and how many targets read from it at this moment."""
 
     record: SourceRecord
+    readers: int
+
+
+class StoredRecord(NamedTuple):
+    """What an implementation found, before anything is known about it.
+
+    Attributes:
+        source_id: the place it was stored at; a record that names another source is not used.
+    """
+
+    source_id: str
+    encoded: bytes
     readers: int
 
 
@@ -78,18 +100,37 @@ class Registry(ABC):
 
     Every method raises RegistryError when the registry cannot be reached within its time limit.
 
+    After fork(), a child may look around with its parent's Registry; what the parent published and leased
+    stays the parent's, whatever the child does.
+
     Args:
         signing_key: with a key, records are signed on the way in, and records without the right
-            signature are never returned.
+            signature are never returned. A key cannot tell an old signed record from a new one: who can
+            write to the registry can bring a withdrawn record back, but no record or offer of their own.
+
+    Attributes:
+        lease_ttl_s: how long a publication that is neither renewed nor withdrawn can still be found, in
+            seconds; 0 where the kernel tells at once. After a `publish` or `withdraw` that raised, a source
+            may still be found for this long, and must keep its memory as it is.
     """
 
+    lease_ttl_s: float = 0.0
+
     def __init__(self, *, signing_key: bytes | None) -> None:
+        if signing_key is not None and not signing_key:
+            raise ConfigError("the signing key of the registry is empty; set at least one byte, or no key")
         self._signing_key = signing_key
 
     def publish(self, record: SourceRecord, offer: bytes) -> SourceRecord:
-        """Make a source findable. Returns the record as stored: with its offer digest and signature."""
+        """Make a source findable. Returns the record as stored: with its offer digest and signature.
+
+        Takes the place of an earlier generation of the same source that this Registry published.
+
+        Raises:
+            ConfigError: the record is not one that others would accept.
+        """
         record = self._seal(record, offer)
-        encoded = encode_record(record)
+        encoded = _encode_checked(record)
         for what, data, limit in (("record", encoded, MAX_RECORD_NBYTES), ("offer", offer, MAX_OFFER_NBYTES)):
             if len(data) > limit:
                 raise RegistryError(f"the {what} of {record.name} has {len(data):,} bytes; the limit is {limit:,}")
@@ -99,10 +140,10 @@ class Registry(ABC):
     def find(self, key: str | None) -> list[FoundSource]:
         """Live sources with this key, the least loaded first, equal ones in random order; all for None."""
         found = []
-        for encoded, readers in self._search(key):
-            record = self._accept(encoded)
+        for stored in self._search(key):
+            record = self._accept(stored)
             if record is not None and (key is None or key in record.keys):
-                found.append(FoundSource(record, readers))
+                found.append(FoundSource(record, stored.readers))
         random.shuffle(found)
         return sorted(found, key=lambda each: each.readers)
 
@@ -125,20 +166,32 @@ class Registry(ABC):
 
     @abstractmethod
     def renew(self, record: SourceRecord, offer: bytes) -> None:
-        """Extend the lease of what `publish` returned; publish it again where the registry lost it."""
+        """Extend the lease of what `publish` returned; publish it again where the registry lost it.
+
+        Raises:
+            RegistryError: also when this Registry withdrew or replaced the record meanwhile: a renewal that
+                lost a race against `withdraw` never brings the source back.
+        """
 
     @abstractmethod
     def withdraw(self, record: SourceRecord) -> None:
-        """Make a source unfindable. Withdrawing what is gone already is no error."""
+        """Make a source unfindable. Withdrawing what is gone already is no error.
+
+        Another generation of the same source stays. When this returned, `stands` is false everywhere and
+        `readers` counts everyone who may still read.
+        """
 
     @abstractmethod
     def reading(self, record: SourceRecord, *, lease_s: float) -> AbstractContextManager[None]:
         """Hold a reader's lease: the source keeps its memory still until the block ends.
 
-        The lease ends by itself after `lease_s`, or at once when this process dies and the kernel tells.
+        The lease ends by itself `lease_s` seconds after entry, whether the block is done or not, or at once
+        when this process dies and the kernel tells. So a deadline for the read is taken before entry. A
+        lease that cannot be given back when the block ends is logged and runs out.
 
         Raises:
             NotAvailable: on entry, when the source withdrew before the lease was in place.
+            ConfigError: `lease_s` is not a positive number.
         """
 
     @abstractmethod
@@ -154,8 +207,8 @@ class Registry(ABC):
         """Store both; the record becomes visible last, and never in part."""
 
     @abstractmethod
-    def _search(self, key: str | None) -> list[tuple[bytes, int]]:
-        """Encoded records of live sources with their number of readers. May return more than asked."""
+    def _search(self, key: str | None) -> list[StoredRecord]:
+        """What is stored of live sources. May return more than asked."""
 
     @abstractmethod
     def _load_offer(self, record: SourceRecord) -> bytes | None:
@@ -167,15 +220,19 @@ class Registry(ABC):
             return sealed
         return msgspec.structs.replace(sealed, signature=_signature(sealed, self._signing_key))
 
-    def _accept(self, encoded: bytes) -> SourceRecord | None:
+    def _accept(self, stored: StoredRecord) -> SourceRecord | None:
         """Decode a foreign record; None, with a log line, when it is broken or not signed as it must be."""
+        encoded = stored.encoded
         if len(encoded) > MAX_RECORD_NBYTES:
             logger.warning("ignored a record of %s bytes; the limit is %s", len(encoded), MAX_RECORD_NBYTES)
             return None
         try:
-            record = msgspec.msgpack.decode(encoded, type=SourceRecord)
+            record = _DECODER.decode(encoded)
         except (msgspec.MsgspecError, ValueError) as exc:
-            logger.warning("ignored a broken record in the registry: %s", exc)
+            logger.warning("ignored a broken record in the registry, at %s: %s", stored.source_id, exc)
+            return None
+        if record.source_id != stored.source_id:
+            logger.warning("ignored source %s: its record is stored at %s", record.name, stored.source_id)
             return None
         if self._signing_key is None:
             return record
@@ -189,6 +246,23 @@ class Registry(ABC):
 def encode_record(record: SourceRecord) -> bytes:
     """The bytes that are stored and signed."""
     return msgspec.msgpack.encode(record)
+
+
+def checked_lease_s(lease_s: float) -> float:
+    """The same number. Raises ConfigError for what is no length of time."""
+    if not (math.isfinite(lease_s) and lease_s > 0):
+        raise ConfigError(f"a reader's lease of {lease_s} s is no lease; give a positive number of seconds")
+    return lease_s
+
+
+def _encode_checked(record: SourceRecord) -> bytes:
+    """Encode as `encode_record` does, and make sure that others will decode it."""
+    try:
+        encoded = encode_record(record)
+        _DECODER.decode(encoded)
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as exc:
+        raise ConfigError(f"source {record.name!r} cannot be published: {exc}") from exc
+    return encoded
 
 
 def _signature(unsigned: SourceRecord, key: bytes) -> bytes:

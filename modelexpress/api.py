@@ -1,0 +1,276 @@
+"""load() and publish(): the calls of modelexpress, each wired from one Config."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import nn
+
+from modelexpress.adapter import CheckpointAdapter, EngineAdapter, ModuleAdapter
+from modelexpress.checkpoint.checksums import read_checksums
+from modelexpress.checkpoint.content_digest import content_digest
+from modelexpress.checkpoint.index import CheckpointIndex, open_index
+from modelexpress.checkpoint.observed import ObservedTensors
+from modelexpress.checkpoint.reader import DiskTensors
+from modelexpress.config import Config, resolve_config
+from modelexpress.errors import ConfigError, ModelExpressError, NotAvailable, describe
+from modelexpress.identity import content_of, model_name, module_identity
+from modelexpress.manifest import NO_STORAGE, Manifest, StorageSpec, content_key
+from modelexpress.model_root import ModelRoot
+from modelexpress.plan import plan_checkpoint
+from modelexpress.registry.base import Registry
+from modelexpress.registry.open import open_registry
+from modelexpress.source import Served, WeightSource
+from modelexpress.strategies.base import Attempt, LoadReport, LoadStrategy, LoadTarget
+from modelexpress.strategies.chain import LoadStrategyChain
+from modelexpress.strategies.disk import DiskCheckpoint
+from modelexpress.strategies.rdma import RdmaFromPeer
+from modelexpress.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+Checkpoint = str | PathLike[str]
+Progress = Callable[[int], None]
+
+
+def load(
+    model: nn.Module | Callable[[], nn.Module],
+    checkpoint: Checkpoint,
+    *,
+    initialize: Callable[[], nn.Module] | None = None,
+    derive: Callable[[nn.Module], object] | None = None,
+    progress: Progress | None = None,
+    **options: object,
+) -> LoadReport:
+    """Fill `model` with the weights of `checkpoint`, by the fastest way that works now.
+
+    Every persistent parameter and buffer of the model must be in the checkpoint, and nothing else, with
+    the same shape and dtype; ties stay tied. Loaded weights alias no file and no other process.
+
+    Args:
+        model: a module, or a function without arguments that builds it. After a failed attempt left a
+            mixture behind, the model is rebuilt in place; a bare module cannot be, unless `initialize` is given.
+        checkpoint: folder or file of safetensors. With `revision=` given it need not be readable, as long
+            as a peer serves the revision.
+        initialize: builds a fresh model; the module that was passed takes over its state.
+        derive: called with the model after raw checkpoint tensors were read into it, to renew what it
+            computes from weights and keeps outside of parameters and persistent buffers.
+        progress: called with the bytes that just arrived, from any thread.
+        **options: the fields of Config.
+
+    Raises:
+        ConfigError: an option, or the call, is wrong; nothing was touched.
+        LoadFailed: no way worked; `report` says why, one attempt after the other. The model is unusable
+            where an attempt says that bytes were moving.
+        RecoveryFailed: the model could not be rebuilt after a failed attempt.
+    """
+    config = resolve_config(options)
+    path = _path(checkpoint)
+    build = initialize if isinstance(model, nn.Module) else model
+    adapter = ModuleAdapter(build, lambda: module_identity(path, config), derive)
+    root = ModelRoot(model if isinstance(model, nn.Module) else adapter.initialize())
+    return load_root(LoadTarget(adapter, root, progress), path, config)
+
+
+def load_checkpoint(checkpoint: Checkpoint, *, progress: Progress | None = None, **options: object) -> LoadReport:
+    """Load a checkpoint's tensors as they are; the report's model has one buffer for each.
+
+    Raises: as `load`.
+    """
+    config = resolve_config(options)
+    path = _path(checkpoint)
+    adapter = CheckpointAdapter(path, lambda: module_identity(path, config))
+    return load_root(LoadTarget(adapter, ModelRoot(adapter.initialize()), progress), path, config)
+
+
+def load_root(target: LoadTarget, checkpoint: Path, config: Config) -> LoadReport:
+    """Run the default chain on an engine's root, and publish the result where the config asks for it."""
+    if config.publish:
+        _require_registry(config)
+    with default_chain(config, checkpoint) as chain:
+        report = chain.run(target)
+    if not config.publish or report.model is None:
+        return report
+    source = _layout_source(target.adapter, report.model, checkpoint, config)
+    try:
+        source.publish()
+    except ModelExpressError as exc:
+        logger.warning("the model is loaded, and could not be published: %s", describe(exc))
+        return report
+    return replace(report, publication=source)
+
+
+@contextmanager
+def publish(model: nn.Module, checkpoint: Checkpoint, **options: object) -> Iterator[WeightSource]:
+    """Serve a loaded model to other processes while the block runs.
+
+    Args:
+        model: its weights are final; wrap what changes them in `source.updating()`.
+        checkpoint: where they are from; with `revision=` the name by which targets find them.
+        **options: the fields of Config; `registry` is needed.
+
+    Raises:
+        ConfigError: an option is wrong or `registry` is missing.
+        NotAvailable: this machine or this model cannot be a source; says why.
+        RegistryError: the registry could not be told.
+    """
+    config = resolve_config(options)
+    _require_registry(config)
+    path = _path(checkpoint)
+    with _layout_source(ModuleAdapter(None, lambda: module_identity(path, config)), model, path, config) as source:
+        yield source
+
+
+@contextmanager
+def serve_checkpoint(
+    checkpoint: Checkpoint, *, progress: Progress | None = None, **options: object
+) -> Iterator[WeightSource]:
+    """Read a checkpoint into memory and serve its raw tensors while the block runs.
+
+    It is found by its content digest, and by `revision` where one is given.
+
+    Raises: as `publish`, and CheckpointError for the files.
+    """
+    config = resolve_config(options)
+    _require_registry(config)
+    path = _path(checkpoint)
+    index = open_index(path)
+    keys = [content_key("", content_digest(index, threads=config.threads))]
+    if config.revision is not None:
+        keys.append(content_key(*content_of(path, config)))
+    manifest, owner = _into_memory(index, config, progress)
+    served = Served(lambda: manifest, owner, tuple(keys), "checkpoint", _label(path, config))
+    with _source(served, config) as source:
+        yield source
+
+
+@contextmanager
+def default_chain(config: Config, checkpoint: Path) -> Iterator[LoadStrategyChain]:
+    """The chain that `config` asks for, with the services it needs; they are closed after the block.
+
+    A strategy that cannot work here is left out, and the report says why.
+    """
+    strategies: list[LoadStrategy] = []
+    refused: list[Attempt] = []
+    with ExitStack() as services:
+        for name in config.strategies:
+            if name == "disk":
+                strategies.append(DiskCheckpoint(checkpoint, threads=config.threads, verify=config.verify))
+            elif config.registry is not None:
+                try:
+                    strategies.append(_rdma(config, services))
+                except ModelExpressError as exc:
+                    refused.append(_refusal(name, exc))
+            elif config.strategies == ("rdma",):
+                raise ConfigError("strategies is rdma alone and registry is not set; peers are found in a registry")
+        yield LoadStrategyChain(strategies, strict=config.strict, refused=refused)
+
+
+def nixl_transport(config: Config) -> Callable[[], Transport]:
+    """What opens a NIXL transport.
+
+    Raises:
+        NotAvailable: NIXL is not installed or cannot be imported here.
+    """
+    try:
+        from modelexpress.nixl_transport import NixlTransport
+    except ImportError as exc:
+        raise NotAvailable(f"NIXL cannot be imported ({exc}); pip install 'modelexpress[nixl]'") from exc
+    return lambda: NixlTransport(lanes=config.threads, connect_timeout_s=config.connect_timeout_s)
+
+
+def registry_of(config: Config) -> Registry:
+    """Open the registry that the config names."""
+    return open_registry(
+        _require_registry(config),
+        signing_key=config.signing_key.encode() if config.signing_key is not None else None,
+        timeout_s=config.connect_timeout_s,
+        lease_ttl_s=config.lease_ttl_s,
+    )
+
+
+def _rdma(config: Config, services: ExitStack) -> LoadStrategy:
+    open_transport = nixl_transport(config)
+    registry = services.enter_context(closing(registry_of(config)))
+    return RdmaFromPeer(
+        registry,
+        open_transport,
+        verify=config.verify,
+        transfer_timeout_s=config.transfer_timeout_s,
+        max_sources=config.max_sources,
+    )
+
+
+def _refusal(strategy: str, reason: ModelExpressError) -> Attempt:
+    return Attempt(strategy=strategy, source=None, outcome="unavailable", error=describe(reason), nbytes=0, seconds=0.0)
+
+
+def _layout_source(adapter: EngineAdapter, model: nn.Module, checkpoint: Path, config: Config) -> WeightSource:
+    keys = (adapter.identity().key,)
+    served = Served(lambda: adapter.manifest(model), model, keys, "layout", _label(checkpoint, config))
+    return _source(served, config)
+
+
+def _source(served: Served, config: Config) -> WeightSource:
+    return WeightSource(
+        served,
+        lambda: registry_of(config),
+        nixl_transport(config),
+        checksums=config.verify != "off",
+        threads=config.threads,
+        lease_ttl_s=config.lease_ttl_s,
+    )
+
+
+def _into_memory(
+    index: CheckpointIndex, config: Config, progress: Progress | None
+) -> tuple[Manifest, list[torch.Tensor]]:
+    """Each shard's data as one block of memory, and the manifest of it."""
+    blocks = [torch.empty(shard.nbytes - shard.data_offset, dtype=torch.uint8) for shard in index.shards]
+    kept = [at for at, block in enumerate(blocks) if block.numel()]
+    storages = tuple(StorageSpec(blocks[at].numel(), blocks[at].data_ptr(), "cpu") for at in kept)
+    tensors = tuple(
+        tensor
+        if tensor.storage == NO_STORAGE
+        else msgspec.structs.replace(
+            tensor,
+            storage=kept.index(tensor.storage),
+            offset=tensor.offset - index.shards[tensor.storage].data_offset,
+        )
+        for tensor in index.manifest.tensors
+    )
+    manifest = Manifest(storages, tensors)
+    checksums = read_checksums(index) if config.verify != "off" else None
+    files = ObservedTensors(
+        DiskTensors(index, threads=config.threads),
+        checksums=checksums or b"",
+        verify=config.verify if checksums is not None else "off",
+        progress=progress,
+    )
+    files.read(plan_checkpoint(index.manifest, manifest))
+    return manifest, blocks
+
+
+def _label(checkpoint: Path, config: Config) -> str:
+    name = config.model_name or model_name(checkpoint)
+    return f"{name}@{config.revision}" if config.revision is not None else name
+
+
+def _path(checkpoint: Checkpoint) -> Path:
+    try:
+        return Path(checkpoint)
+    except TypeError:
+        raise ConfigError(f"checkpoint is a {type(checkpoint).__name__}; give the path of a folder or file") from None
+
+
+def _require_registry(config: Config) -> str:
+    if config.registry is None:
+        raise ConfigError("registry is not set; give one like file:///run/user/1000/modelexpress or redis://host:6379")
+    return config.registry

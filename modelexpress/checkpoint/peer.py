@@ -1,0 +1,53 @@
+"""A checkpoint that lies in the memory of another process, read as if it lay on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from modelexpress.checkpoint.base import CheckpointTensors
+from modelexpress.discovery import FoundTensor, manifest_of
+from modelexpress.manifest import PIECE_NBYTES, Manifest, TensorSpec
+from modelexpress.plan import TransferPlan, plan_checkpoint
+from modelexpress.transport import Arrived, Connection
+
+# Small tensors are asked for together, so that a round trip is paid per block and not per tensor.
+_BLOCK_NBYTES = 4 * PIECE_NBYTES
+
+
+class PeerTensors(CheckpointTensors):
+    """Raw tensors behind a connection. The connection's owner closes it."""
+
+    def __init__(self, label: str, manifest: Manifest, connection: Connection, *, deadline: float) -> None:
+        self.label = label
+        self.manifest = manifest
+        self._connection = connection
+        self._deadline = deadline
+
+    def read(self, plan: TransferPlan, *, arrived: Arrived | None = None) -> None:
+        self._connection.read(plan, deadline=self._deadline, arrived=arrived)
+
+    def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        wanted = None if names is None else set(names)
+        chosen = [spec for spec in self.manifest.tensors if wanted is None or spec.name in wanted]
+        chosen.sort(key=lambda spec: (spec.storage, spec.offset, spec.name))
+        for block in _blocks(chosen):
+            fresh = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in block}
+            here = manifest_of(tuple(FoundTensor(name, each, "parameter", True) for name, each in fresh.items()))
+            there = Manifest(self.manifest.storages, tuple(sorted(block, key=lambda spec: spec.name)))
+            self.read(plan_checkpoint(there, here))
+            yield from fresh.items()
+
+
+def _blocks(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
+    block: list[TensorSpec] = []
+    nbytes = 0
+    for spec in specs:
+        if block and nbytes + spec.nbytes > _BLOCK_NBYTES:
+            yield block
+            block, nbytes = [], 0
+        block.append(spec)
+        nbytes += spec.nbytes
+    if block:
+        yield block

@@ -1,0 +1,265 @@
+"""The bytes of a validated checkpoint, into memory that exists or into fresh tensors.
+
+Everything is `preadv`: no page of a file is ever mapped, so what was loaded stays what it is when the file
+is overwritten, cut or replaced afterwards (a mapped file that shrinks ends the process with SIGBUS).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from itertools import chain
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import torch
+
+from modelexpress.checkpoint.base import CheckpointTensors
+from modelexpress.checkpoint.files import check_unchanged, fill, open_regular
+from modelexpress.checkpoint.index import CheckpointIndex
+from modelexpress.digest import memory_at
+from modelexpress.errors import CheckpointError, ConfigError
+from modelexpress.manifest import NO_STORAGE, PIECE_NBYTES, TensorSpec
+from modelexpress.plan import Chunk, TransferPlan
+from modelexpress.transport import Arrived
+
+_GROUP_NBYTES = PIECE_NBYTES  # small tensors are read ahead together, up to this much
+_LISTED = 5  # names that an error spells out
+
+
+class DiskTensors(CheckpointTensors):
+    """The tensors of the shards of `index`.
+
+    `read` uses `threads` threads, each with one file open at a time; two saturate a page cache, more help a
+    disk or network mount that answers many requests at once. Nothing is open between calls.
+
+    Raises from both methods:
+        CheckpointError: a shard changed since the index was made, ended early, or could not be read.
+    """
+
+    def __init__(self, index: CheckpointIndex, *, threads: int = 4) -> None:
+        if threads < 1:
+            raise ConfigError(f"threads is {threads}; a checkpoint needs at least 1 to be read")
+        self.label = str(index.root)
+        self.manifest = index.manifest
+        self._index = index
+        self._threads = threads
+
+    def read(self, plan: TransferPlan, *, arrived: Arrived | None = None) -> None:
+        """See the contract. Host memory is read into directly: peak memory beyond the target is zero.
+
+        Device memory goes through one host buffer a thread (16 MiB, page-locked); that path runs only where
+        there is a GPU. The first error stops all threads after the chunk they are at, and is raised when
+        all have ended.
+        """
+        if plan.source != self.manifest:
+            raise ConfigError(f"the plan's source is not the manifest of the checkpoint {self.label}")
+        stop = threading.Event()
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="mx-disk") as pool:
+            lanes = [pool.submit(self._read_lane, plan, lane, arrived, stop) for lane in plan.lanes(self._threads)]
+            try:
+                for lane in as_completed(lanes):
+                    lane.result()
+            finally:
+                stop.set()
+
+    def _read_lane(
+        self, plan: TransferPlan, lane: Iterable[Chunk], arrived: Arrived | None, stop: threading.Event
+    ) -> None:
+        with _OpenShard(self._index) as shard, _Destination(plan) as destination:
+            for chunk in lane:
+                if stop.is_set():
+                    return
+                shard.read(destination.parts(chunk))
+                destination.land()
+                if arrived is not None:
+                    arrived(chunk)
+
+    def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See the contract. While the consumer works on one group (16 MiB of tensors, or one larger tensor),
+        a thread reads the next: peak memory beyond what the consumer keeps is two groups. Abandoning the
+        iterator ends the thread and closes the file.
+
+        Raises:
+            CheckpointError: the checkpoint has no tensor of such a name (at once, before the first read),
+                or this torch has no such dtype.
+        """
+        wanted = self._wanted(names)
+        for tensor in wanted:
+            _torch_dtype(tensor)
+        return self._read_ahead(wanted)
+
+    def _wanted(self, names: Iterable[str] | None) -> list[TensorSpec]:
+        every = sorted(self.manifest.tensors, key=lambda t: (t.storage, t.offset, t.name))
+        if names is None:
+            return every
+        chosen = set(names)
+        unknown = sorted(chosen - {tensor.name for tensor in every})
+        if unknown:
+            more = f", and {len(unknown) - _LISTED} more" if len(unknown) > _LISTED else ""
+            raise CheckpointError(f"{self.label}: no tensor {', '.join(map(repr, unknown[:_LISTED]))}{more} in it")
+        return [tensor for tensor in every if tensor.name in chosen]
+
+    def _read_ahead(self, wanted: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        # The pool is left first: its thread must be done with the file before the file is closed.
+        with _OpenShard(self._index) as shard, ThreadPoolExecutor(1, thread_name_prefix="mx-ahead") as pool:
+            ahead: Future[list[tuple[str, torch.Tensor]]] | None = None
+            for group in chain(_groups(wanted), [None]):
+                ready, ahead = ahead, None if group is None else pool.submit(_read_group, shard, group)
+                if ready is not None:
+                    arrived = ready.result()
+                    del ready  # it would keep the tensors alive after the consumer dropped them
+                    while arrived:
+                        yield arrived.pop()
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """Bytes of one shard and the host memory they go to."""
+
+    storage: int
+    offset: int
+    view: memoryview
+
+
+class _OpenShard:
+    """One open file at a time: the shard that was asked for last. Not thread-safe."""
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        self._shards = index.shards
+        self._fd = -1
+        self._storage = NO_STORAGE
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(check=kind is None)
+
+    def read(self, parts: Iterable[_Part]) -> None:
+        """Fill every part. Parts that follow each other in a file are read by one call."""
+        run: list[_Part] = []
+        for part in parts:
+            if run and (part.storage != run[-1].storage or part.offset != run[-1].offset + run[-1].view.nbytes):
+                self._read_run(run)
+                run = []
+            run.append(part)
+        if run:
+            self._read_run(run)
+
+    def _read_run(self, run: list[_Part]) -> None:
+        if run[0].storage != self._storage:
+            self._open(run[0].storage)
+        fill(self._fd, self._shards[self._storage].name, run[0].offset, [part.view for part in run])
+
+    def _open(self, storage: int) -> None:
+        self._close(check=True)
+        shard = self._shards[storage]
+        self._fd, self._storage = open_regular(shard.path, shard.name), storage
+        check_unchanged(self._fd, shard.name, shard.state)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # doubles the kernel's read-ahead
+
+    def _close(self, *, check: bool) -> None:
+        """`check`: nobody wrote to the file while it was read, either."""
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        shard, self._storage = self._shards[self._storage], NO_STORAGE
+        try:
+            if check:
+                check_unchanged(fd, shard.name, shard.state)
+        finally:
+            os.close(fd)
+
+
+class _Destination:
+    """Host memory that a chunk is read into: the target itself, or a buffer on the way to a device."""
+
+    def __init__(self, plan: TransferPlan) -> None:
+        self._plan = plan
+        self._buffer: torch.Tensor | None = None
+        self._staged: list[tuple[torch.Tensor, int, str]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._staged.clear()
+        self._buffer = None
+
+    def parts(self, chunk: Chunk) -> list[_Part]:
+        """Where to read the ranges of `chunk`. The buffer holds a whole chunk, since a chunk is at most a piece."""
+        parts: list[_Part] = []
+        staged_nbytes = 0
+        for part in chunk.ranges:
+            address, device = self._plan.target_address(part), self._plan.target.storages[part.target_storage].device
+            if device != "cpu":
+                staged = self._host()[staged_nbytes : staged_nbytes + part.nbytes]
+                staged_nbytes += part.nbytes
+                self._staged.append((staged, address, device))
+                address = staged.data_ptr()
+            parts.append(_Part(part.source_storage, part.source_offset, memory_at(address, part.nbytes)))
+        return parts
+
+    def land(self) -> None:
+        """Copy what was staged to its device, and wait for it."""
+        for staged, address, device in self._staged:
+            torch.as_tensor(_DeviceBytes(address, staged.nbytes), device=device).copy_(staged)
+        self._staged.clear()
+
+    def _host(self) -> torch.Tensor:
+        if self._buffer is None:
+            self._buffer = torch.empty(PIECE_NBYTES, dtype=torch.uint8, pin_memory=True)
+        return self._buffer
+
+
+class _DeviceBytes:
+    """Presents device memory to torch without a copy, by the CUDA array interface (version 3)."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _groups(wanted: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
+    """Neighbours in the file, as many as fit in one read-ahead; a larger tensor stays alone."""
+    group: list[TensorSpec] = []
+    nbytes = 0
+    for tensor in wanted:
+        if group and nbytes + tensor.nbytes > _GROUP_NBYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append(tensor)
+        nbytes += tensor.nbytes
+    if group:
+        yield group
+
+
+def _read_group(shard: _OpenShard, group: list[TensorSpec]) -> list[tuple[str, torch.Tensor]]:
+    """Fresh tensors with their bytes, the last one first, so that they can be popped in order."""
+    fresh = [(tensor, torch.empty(tensor.shape, dtype=_torch_dtype(tensor))) for tensor in group]
+    shard.read(
+        _Part(tensor.storage, tensor.offset, memory_at(empty.data_ptr(), tensor.nbytes))
+        for tensor, empty in fresh
+        if tensor.storage != NO_STORAGE
+    )
+    return [(tensor.name, full) for tensor, full in reversed(fresh)]
+
+
+def _torch_dtype(tensor: TensorSpec) -> torch.dtype:
+    dtype = getattr(torch, tensor.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"tensor {tensor.name!r} is {tensor.dtype}, which torch {torch.__version__} does not have"
+        )
+    return dtype

@@ -1,0 +1,364 @@
+"""The command line: modelexpress load | serve | sources | inspect | doctor.
+
+Words for people go to a terminal as tables and progress bars; `--json` prints one JSON object on stdout and
+nothing else there. Logs and errors go to stderr. Exit code 0 means that what was asked was done, 1 that it
+could not be, 2 that the call is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from modelexpress.errors import ConfigError, LoadFailed, ModelExpressError, describe
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from modelexpress.checkpoint.index import CheckpointIndex
+    from modelexpress.registry.base import SourceRecord
+    from modelexpress.strategies.base import LoadReport
+
+app = typer.Typer(
+    name="modelexpress",
+    help="Get a model's weights into memory: from a peer that serves them, or from disk. Never wrong bytes.",
+    epilog="Every option can also be set by an environment variable: MX_ and its name, like MX_REGISTRY.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+CheckpointArg = Annotated[Path, typer.Argument(help="Folder or file of safetensors.", metavar="CHECKPOINT")]
+RegistryOpt = Annotated[
+    str | None,
+    typer.Option(help="Where sources are found: file:///absolute/dir on one host, redis://host:port/db on many."),
+]
+RevisionOpt = Annotated[
+    str | None,
+    typer.Option(help="Name of the checkpoint's content, like a commit hash. Never reuse one for other bytes."),
+]
+ModelNameOpt = Annotated[
+    str | None, typer.Option(help="Goes with --revision. Default: the hub's model name, or the folder's name.")
+]
+SigningKeyOpt = Annotated[
+    str | None,
+    typer.Option(
+        help="Use only records signed with this secret. Better given as MX_SIGNING_KEY: a command line is visible.",
+        show_default=False,
+    ),
+]
+ThreadsOpt = Annotated[int | None, typer.Option(help="Parallel lanes. Default: the cores available, at most 8.")]
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
+VerboseOpt = Annotated[bool, typer.Option("--verbose", "-v", help="Log each attempt on stderr.")]
+
+
+@app.command()
+def load(
+    checkpoint: CheckpointArg,
+    registry: RegistryOpt = None,
+    revision: RevisionOpt = None,
+    model_name: ModelNameOpt = None,
+    strategies: Annotated[
+        str | None, typer.Option(help="Ways to load, in the order to try them. Default: rdma,disk.")
+    ] = None,
+    strict: Annotated[
+        bool | None, typer.Option("--strict", help="Fail at the first attempt that does not deliver.")
+    ] = None,
+    verify: Annotated[
+        str | None, typer.Option(help="Check bytes against their source's checksums: on, off or sampled. Default: on.")
+    ] = None,
+    transfer_timeout_s: Annotated[float | None, typer.Option(help="Seconds for one attempt. Default: 300.")] = None,
+    connect_timeout_s: Annotated[
+        float | None, typer.Option(help="Seconds to reach a registry or a peer. Default: 10.")
+    ] = None,
+    max_sources: Annotated[int | None, typer.Option(help="Peers of each kind to try. Default: 3.")] = None,
+    threads: ThreadsOpt = None,
+    signing_key: SigningKeyOpt = None,
+    as_json: JsonOpt = False,
+    verbose: VerboseOpt = False,
+) -> None:
+    """Load a checkpoint into this process's memory, and report which way delivered it.
+
+    The tensors are checked and then let go: this shows whether, how and how fast an engine on this machine
+    would get them. With --revision and a peer that serves it, the files need not be readable.
+    """
+    _log_to_stderr(verbose)
+    from modelexpress import api
+
+    bar = _ProgressBar("loading")
+    try:
+        report = api.load_checkpoint(
+            checkpoint,
+            progress=bar.advance,
+            registry=registry,
+            revision=revision,
+            model_name=model_name,
+            strategies=strategies,
+            strict=strict,
+            verify=verify,
+            transfer_timeout_s=transfer_timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            max_sources=max_sources,
+            threads=threads,
+            signing_key=signing_key,
+        )
+    except LoadFailed as exc:
+        report = exc.report
+    finally:
+        bar.close()
+    _show_report(report, as_json=as_json)
+    if report.strategy is None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    checkpoint: CheckpointArg,
+    registry: RegistryOpt = None,
+    revision: RevisionOpt = None,
+    model_name: ModelNameOpt = None,
+    verify: Annotated[
+        str | None, typer.Option(help="off: publish without checksums, for readers that do not verify. Default: on.")
+    ] = None,
+    lease_ttl_s: Annotated[
+        float | None, typer.Option(help="Seconds until a source that died is not found any more. Default: 15.")
+    ] = None,
+    connect_timeout_s: Annotated[float | None, typer.Option(help="Seconds to reach the registry. Default: 10.")] = None,
+    threads: ThreadsOpt = None,
+    signing_key: SigningKeyOpt = None,
+    verbose: VerboseOpt = False,
+) -> None:
+    """Read a checkpoint into memory and serve its raw tensors to peers, until SIGTERM or SIGINT.
+
+    Prints one line that starts with "ready" when it can be found. A signal withdraws it, lets readers finish
+    for up to 20 seconds, and ends with exit code 0.
+    """
+    _log_to_stderr(verbose)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
+    from modelexpress import api
+
+    bar = _ProgressBar("reading")
+    with api.serve_checkpoint(
+        checkpoint,
+        progress=bar.advance,
+        registry=registry,
+        revision=revision,
+        model_name=model_name,
+        verify=verify,
+        lease_ttl_s=lease_ttl_s,
+        connect_timeout_s=connect_timeout_s,
+        threads=threads,
+        signing_key=signing_key,
+    ) as source:
+        bar.close()
+        record = source.record
+        size = f"{record.tensors} tensors, {record.nbytes / 1e9:.3f} GB"
+        typer.echo(f"ready {record.label}: {size}, source {record.name}")
+        while True:
+            signal.pause()
+
+
+@app.command()
+def sources(
+    registry: RegistryOpt = None,
+    signing_key: SigningKeyOpt = None,
+    connect_timeout_s: Annotated[float | None, typer.Option(help="Seconds to reach the registry. Default: 10.")] = None,
+    as_json: JsonOpt = False,
+) -> None:
+    """List the sources that a registry knows, with the targets that read from each at this moment."""
+    from modelexpress import api
+    from modelexpress.config import resolve_config
+
+    config = resolve_config({"registry": registry, "signing_key": signing_key, "connect_timeout_s": connect_timeout_s})
+    with closing(api.registry_of(config)) as opened:
+        found = opened.find(None)
+    if as_json:
+        _print_json({"sources": [_source_row(each.record, each.readers) for each in found]})
+        return
+    table = Table("source", "kind", "serves", "GB", "tensors", "readers", "generation")
+    for each in found:
+        record = each.record
+        size = f"{record.nbytes / 1e9:.3f}"
+        counts = (str(record.tensors), str(each.readers), str(record.generation))
+        table.add_row(record.name, record.kind, record.label, size, *counts)
+    Console().print(table if found else "no sources")
+
+
+@app.command()
+def inspect(
+    checkpoint: CheckpointArg,
+    digest: Annotated[bool, typer.Option("--digest", help="Also print the content digest (reads samples).")] = False,
+    record_checksums: Annotated[
+        bool, typer.Option("--record-checksums", help="Read everything and write checksums beside the shards.")
+    ] = False,
+    check_checksums: Annotated[
+        bool, typer.Option("--check-checksums", help="Read everything and compare with the recorded checksums.")
+    ] = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Validate a checkpoint and list its tensors; exit 1 with file, tensor and reason when something is wrong.
+
+    The index, every header, and the size of every file are checked without reading weights. Loads and
+    servers compare with recorded checksums from then on, which finds damage that leaves sizes intact.
+    """
+    from modelexpress.checkpoint import checksums
+    from modelexpress.checkpoint.content_digest import content_digest
+    from modelexpress.checkpoint.index import open_index
+    from modelexpress.config import resolve_config
+
+    threads = resolve_config({}).threads
+    index = open_index(checkpoint)
+    facts: dict[str, str] = {}
+    if check_checksums:
+        checksums.check_checksums(index, threads=threads)
+        facts["checksums"] = "every piece of every tensor is as recorded"
+    if record_checksums:
+        facts["recorded"] = str(checksums.write_checksums(index, threads=threads))
+    if digest:
+        facts["digest"] = content_digest(index, threads=threads)
+    _show_index(index, facts, as_json=as_json)
+
+
+@app.command()
+def doctor(
+    registry: RegistryOpt = None,
+    signing_key: SigningKeyOpt = None,
+    as_json: JsonOpt = False,
+) -> None:
+    """Say which ways of loading work on this machine, and why the others do not."""
+    from modelexpress.config import resolve_config
+    from modelexpress.doctor import examine
+
+    findings = examine(resolve_config({"registry": registry, "signing_key": signing_key}))
+    if as_json:
+        _print_json({"findings": findings})
+        return
+    table = Table("what", "state", "detail")
+    for each in findings:
+        table.add_row(each.what, each.state, each.detail)
+    Console().print(table)
+
+
+def main() -> NoReturn:
+    """Run the command line; the entry point of the `modelexpress` script."""
+    try:
+        app()
+    except ConfigError as exc:
+        _fail(f"error: {exc}", 2)
+    except ModelExpressError as exc:
+        _fail(f"error: {describe(exc)}", 1)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit does not flush again
+        sys.exit(1)
+    sys.exit(0)
+
+
+class _ProgressBar:
+    """Bytes and rate on a terminal; nothing when stdout or stderr is not one."""
+
+    def __init__(self, what: str) -> None:
+        from rich.progress import DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+        shown = sys.stderr.isatty() and sys.stdout.isatty()
+        columns = (TextColumn(what), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)
+        self._task = self._progress.add_task(what, total=None)
+        self._progress.start()
+
+    def advance(self, nbytes: int) -> None:
+        self._progress.advance(self._task, nbytes)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """First signal: unwind, which withdraws. A second one ends the process at once."""
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_DFL)
+    raise SystemExit(0)
+
+
+def _show_report(report: LoadReport, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(report.to_json())
+        return
+    table = Table("strategy", "source", "outcome", "GB", "seconds", "GB/s", "reason")
+    for each in report.attempts:
+        rate = f"{each.nbytes / each.seconds / 1e9:.2f}" if each.nbytes and each.seconds else ""
+        gigabytes = f"{each.nbytes / 1e9:.3f}" if each.nbytes else ""
+        numbers = (gigabytes, f"{each.seconds:.3f}", rate)
+        table.add_row(each.strategy, each.source or "", each.outcome, *numbers, each.error or "")
+    Console().print(table)
+    if report.strategy is None:
+        typer.echo("nothing was loaded", err=True)
+    else:
+        typer.echo(f"loaded {report.nbytes / 1e9:.3f} GB by {report.strategy} in {report.seconds:.3f} s")
+
+
+def _show_index(index: CheckpointIndex, facts: dict[str, str], *, as_json: bool) -> None:
+    shards = [shard.name for shard in index.shards]
+    tensors = index.manifest.tensors
+    if as_json:
+        listed = [
+            {
+                "name": each.name,
+                "dtype": each.dtype,
+                "shape": each.shape,
+                "nbytes": each.nbytes,
+                "shard": shards[each.storage] if each.storage >= 0 else None,
+            }
+            for each in tensors
+        ]
+        _print_json({"shards": shards, "nbytes": index.manifest.nbytes, "tensors": listed, **facts})
+        return
+    table = Table("tensor", "dtype", "shape", "bytes", "shard")
+    for each in tensors:
+        shard = shards[each.storage] if each.storage >= 0 else ""
+        table.add_row(each.name, each.dtype, str(list(each.shape)), f"{each.nbytes:,}", shard)
+    Console(soft_wrap=True).print(table)
+    typer.echo(f"valid: {len(tensors)} tensors, {index.manifest.nbytes:,} bytes in {len(shards)} files")
+    for name, fact in facts.items():
+        typer.echo(f"{name}: {fact}")
+
+
+def _source_row(record: SourceRecord, readers: int) -> dict[str, object]:
+    return {
+        "source": record.name,
+        "source_id": record.source_id,
+        "generation": record.generation,
+        "kind": record.kind,
+        "label": record.label,
+        "nbytes": record.nbytes,
+        "tensors": record.tensors,
+        "transport": record.transport,
+        "readers": readers,
+    }
+
+
+def _print_json(value: object) -> None:
+    import msgspec
+
+    typer.echo(msgspec.json.encode(value).decode())
+
+
+def _log_to_stderr(verbose: bool) -> None:
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(message, err=True)
+    sys.exit(code)

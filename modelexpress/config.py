@@ -1,0 +1,218 @@
+"""One frozen Config, and the only code that reads the environment or an engine's extra-config.
+
+A setting comes from a keyword, else from the engine's JSON extra-config, else from the environment variable
+`MX_` + its name in capitals, else it has its default. A value that cannot be meant is an error that names
+where it came from and what is accepted; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from modelexpress.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+STRATEGIES = ("rdma", "disk")
+ENV_PREFIX = "MX_"
+
+_MOST_LANES = 8  # above this many parallel reads no machine measured so far moved more bytes
+
+
+def _default_threads() -> int:
+    return min(_MOST_LANES, len(os.sched_getaffinity(0)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Every setting of a load or a publication.
+
+    Attributes:
+        strategies: ways to load, tried in this order: rdma (from a peer), disk.
+        registry: where sources are found: file:///absolute/dir, redis://host:port/db or rediss://.
+        gms: socket of a memory service. Not in this version: setting it is an error.
+        revision: names the checkpoint's content, like a commit hash; it must never be reused for other
+            bytes. Without it the content is recognised by a digest of the files.
+        model_name: goes with `revision`; default: the hub's model name or the folder's name.
+        verify: check bytes that came from another process against the checksums of their source: on, off,
+            or sampled (one piece in eight). On disk it applies where checksums were recorded.
+        publish: serve the weights to others once they are loaded.
+        strict: fail at the first attempt that does not work, instead of trying the next.
+        transfer_timeout_s: seconds for one attempt to move its bytes.
+        connect_timeout_s: seconds to reach a registry or a peer.
+        threads: parallel lanes and readers; default: the cores this process may use, at most 8.
+        max_sources: peers of each kind to try.
+        lease_ttl_s: seconds after which a source that stopped renewing is not found any more.
+        signing_key: with it, only records signed with the same key are used. Never logged.
+    """
+
+    strategies: tuple[str, ...] = STRATEGIES
+    registry: str | None = None
+    gms: str | None = None
+    revision: str | None = None
+    model_name: str | None = None
+    verify: Literal["on", "off", "sampled"] = "on"
+    publish: bool = False
+    strict: bool = False
+    transfer_timeout_s: float = 300.0
+    connect_timeout_s: float = 10.0
+    threads: int = field(default_factory=_default_threads)
+    max_sources: int = 3
+    lease_ttl_s: float = 15.0
+    signing_key: str | None = field(default=None, repr=False)
+
+
+def resolve_config(
+    options: Mapping[str, object],
+    *,
+    extra_config: str | Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Build a Config from keywords, an engine's extra-config (JSON text or a mapping) and `MX_*` variables.
+
+    None means "not given" in a keyword and in extra-config; so does an empty variable, with a warning.
+
+    Raises:
+        ConfigError: an unknown key, or a value that is not of the accepted form; names the key, where it
+            came from, the value and the form.
+    """
+    values: dict[str, Any] = _from_environment(os.environ if environ is None else environ)
+    for origin, given in (("extra-config key", _as_mapping(extra_config)), ("option", options)):
+        for name, value in given.items():
+            if name not in _PARSERS:
+                raise ConfigError(f"unknown {origin} {name!r}{_did_you_mean(name)}")
+            if value is not None:
+                values[name] = _parse(name, value, f"{origin} {name}")
+    if values.get("gms") is not None:
+        raise ConfigError("gms is set, and this version has no memory service; leave it out")
+    return Config(**values)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    values = {}
+    for variable in sorted(environ):
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        if name not in _PARSERS:
+            logger.warning("ignored the environment variable %s: no such setting%s", variable, _did_you_mean(name))
+        elif not environ[variable].strip():
+            logger.warning("the environment variable %s is empty; the default is used", variable)
+        else:
+            values[name] = _parse(name, environ[variable].strip(), f"environment variable {variable}")
+    return values
+
+
+def _as_mapping(extra_config: str | Mapping[str, object] | None) -> Mapping[str, object]:
+    if extra_config is None:
+        return {}
+    if isinstance(extra_config, str):
+        try:
+            extra_config = msgspec.json.decode(extra_config)
+        except msgspec.DecodeError as exc:
+            raise ConfigError(f'extra-config is not JSON: {exc}; write it like {{"verify": "on"}}') from exc
+    if not isinstance(extra_config, Mapping):
+        raise ConfigError(f"extra-config is a {type(extra_config).__name__}; it must be a JSON object")
+    return extra_config
+
+
+def _parse(name: str, value: object, origin: str) -> object:
+    parser, form = _PARSERS[name]
+    try:
+        return parser(value)
+    except (TypeError, ValueError) as exc:
+        shown = "..." if name == "signing_key" else repr(value)
+        detail = f" ({exc})" if isinstance(exc, _Because) else ""
+        raise ConfigError(f"{origin} is {shown}{detail}; give {form}") from None
+
+
+def _did_you_mean(name: str) -> str:
+    close = difflib.get_close_matches(name, _PARSERS, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(_PARSERS)}"
+
+
+class _Because(ValueError):
+    """A value is refused for a reason that the user should read."""
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError
+    return value
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise TypeError
+    seconds = float(value)
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise ValueError
+    return seconds
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError
+    count = int(value)
+    if not 1 <= count <= 1024:
+        raise ValueError
+    return count
+
+
+def _flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if not isinstance(value, str) or value.lower() not in words:
+        raise ValueError
+    return words[value.lower()]
+
+
+def _strategies(value: object) -> tuple[str, ...]:
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise TypeError
+    names = tuple(name.strip() for name in names)
+    unknown = [name for name in names if name not in STRATEGIES]
+    if unknown:
+        raise _Because(f"unknown strategy {unknown[0]!r}")
+    if len(set(names)) != len(names):
+        raise _Because("a strategy is named twice")
+    if not names:
+        raise _Because("no strategy is named")
+    return names
+
+
+def _verify(value: object) -> str:
+    if value not in ("on", "off", "sampled"):
+        raise ValueError
+    return str(value)
+
+
+_SECONDS = (_seconds, "a positive number of seconds, like 30")
+_COUNT = (_count, "a whole number from 1 to 1024")
+_FLAG = (_flag, "true or false")
+_PARSERS: Mapping[str, tuple[Callable[[object], object], str]] = {
+    "strategies": (_strategies, f"some of {','.join(STRATEGIES)}, in the order to try them"),
+    "registry": (_text, "a URL like file:///run/user/1000/modelexpress or redis://host:6379/0"),
+    "gms": (_text, "the path of a socket"),
+    "revision": (_text, "a name for the checkpoint's content, like a commit hash"),
+    "model_name": (_text, "a model's name, like org/model"),
+    "verify": (_verify, "on, off or sampled"),
+    "publish": _FLAG,
+    "strict": _FLAG,
+    "transfer_timeout_s": _SECONDS,
+    "connect_timeout_s": _SECONDS,
+    "threads": _COUNT,
+    "max_sources": _COUNT,
+    "lease_ttl_s": _SECONDS,
+    "signing_key": (_text, "a secret text that every process of the fleet shares"),
+}

@@ -1,0 +1,128 @@
+"""Which ways of loading work on this machine, and why the others do not. Every line is tried, none is guessed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+
+from modelexpress.api import nixl_transport, registry_of
+from modelexpress.config import Config
+from modelexpress.errors import ModelExpressError, describe
+from modelexpress.registry.open import redact
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was tried."""
+
+    what: str
+    state: Literal["works", "missing", "off"]
+    detail: str
+
+
+def examine(config: Config) -> list[Finding]:
+    """Try everything that a load on this machine may use. Takes a second or two; changes nothing."""
+    return list(_findings(config))
+
+
+def _findings(config: Config) -> Iterator[Finding]:
+    yield Finding("python", "works", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield Finding("torch", "works", f"{torch.__version__}, {_accelerators()}")
+    yield Finding("disk", "works", f"safetensors, {config.threads} threads")
+    yield _tried("rdma: nixl", lambda: _try_nixl(config))
+    yield _tried("rdma: redis package", lambda: f"redis {metadata.version('redis')}")
+    yield _registry(config)
+    yield _cross_memory_attach()
+    yield _shared_memory()
+    yield Finding("gms", "missing", "the memory service is not in this version")
+
+
+def _tried(what: str, run: Callable[[], str]) -> Finding:
+    try:
+        return Finding(what, "works", run())
+    except metadata.PackageNotFoundError as exc:
+        return Finding(what, "missing", f"{exc.name} is not installed; pip install 'modelexpress[{exc.name}]'")
+    except ModelExpressError as exc:
+        return Finding(what, "missing", describe(exc))
+
+
+def _try_nixl(config: Config) -> str:
+    from modelexpress.manifest import Manifest
+
+    transport = nixl_transport(config)()
+    try:
+        transport.register(Manifest((), ())).close()
+    finally:
+        transport.close()
+    return f"nixl {metadata.version('nixl')}: an agent was made and closed"
+
+
+def _registry(config: Config) -> Finding:
+    if config.registry is None:
+        return Finding("registry", "off", "none is configured; set --registry or MX_REGISTRY")
+
+    def look() -> str:
+        registry = registry_of(config)
+        try:
+            return f"{redact(config.registry or '')}: {len(registry.find(None))} sources"
+        finally:
+            registry.close()
+
+    return _tried("registry", look)
+
+
+def _accelerators() -> str:
+    if not torch.cuda.is_available():
+        return "no GPU: weights live in host memory"
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+
+
+def _cross_memory_attach() -> Finding:
+    """Whether one process may read another's memory directly, tried with a child of our own."""
+    reading, writing = os.pipe()
+    secret = ctypes.create_string_buffer(b"modelexpress")
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until the parent closes its end
+        os._exit(0)
+    try:
+        copy = ctypes.create_string_buffer(len(secret))
+        moved = _process_vm_readv(child, ctypes.addressof(secret), ctypes.addressof(copy), len(secret))
+    finally:
+        os.close(writing)
+        os.close(reading)
+        os.waitpid(child, 0)
+    if moved == len(secret) and copy.raw == secret.raw:
+        return Finding(
+            "rdma: same-host copies", "works", "cross-memory attach is allowed between our processes"
+        )
+    reason = os.strerror(-moved) if moved < 0 else f"{moved} bytes copied"
+    return Finding("rdma: same-host copies", "missing", f"cross-memory attach: {reason}; peers on this host use TCP")
+
+
+def _process_vm_readv(pid: int, source: int, target: int, nbytes: int) -> int:
+    class Block(ctypes.Structure):
+        _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    local, remote = Block(target, nbytes), Block(source, nbytes)
+    moved = libc.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+    return int(moved) if moved >= 0 else -ctypes.get_errno()
+
+
+def _shared_memory() -> Finding:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        return Finding("shared memory", "missing", "/dev/shm is not mounted")
+    usage = shutil.disk_usage(shm)
+    return Finding("shared memory", "works", f"/dev/shm: {usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free")

@@ -1,0 +1,222 @@
+"""WeightSource, the way out: publishes weights that are final, keeps the publication alive, withdraws it in time."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+from modelexpress.digest import checksums_of
+from modelexpress.errors import ModelExpressError, RegistryError
+from modelexpress.manifest import Manifest
+from modelexpress.offer import Offer
+from modelexpress.registry.base import Registry, SourceKind, SourceRecord
+from modelexpress.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+# How long a withdrawn source waits for its readers to finish. When it is over their reads are cut off, which
+# they survive. Below Kubernetes' default grace period of 30 s, so that SIGTERM ends in time.
+_DRAIN_S = 20.0
+_DRAIN_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is published: a function that describes the memory as it lies now, and what it is found by.
+
+    `owner` is kept for as long as the source lives, so that the memory is too.
+    """
+
+    manifest: Callable[[], Manifest]
+    owner: object
+    keys: tuple[str, ...]
+    kind: SourceKind
+    label: str
+
+
+class WeightSource:
+    """One set of weights that others can load from. Publish it when the weights are final.
+
+    Use it as a context manager, or call `publish` and `withdraw`. It keeps the weights alive and expects them
+    unchanged; wrap what changes them in `updating`. The interpreter's normal exit withdraws it.
+
+    Args:
+        open_registry, open_transport: make what serves one generation, and is closed with it.
+        checksums: compute them at publish; readers that verify cannot use a source without.
+        threads: for the checksums.
+        lease_ttl_s: the registry's; it is renewed three times in that time.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        open_registry: Callable[[], Registry],
+        open_transport: Callable[[], Transport],
+        *,
+        checksums: bool,
+        threads: int,
+        lease_ttl_s: float,
+    ) -> None:
+        self._served = served
+        self._open_registry = open_registry
+        self._open_transport = open_transport
+        self._checksums = checksums
+        self._threads = threads
+        self._lease_ttl_s = lease_ttl_s
+        self._source_id = uuid.uuid4().hex
+        self._generation = 0
+        self._live: _Publication | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def record(self) -> SourceRecord:
+        """The record as it stands in the registry.
+
+        Raises:
+            ModelExpressError: nothing is published.
+        """
+        live = self._live
+        if live is None:
+            raise ModelExpressError(f"{self._served.label} is not published")
+        return live.record
+
+    def publish(self) -> SourceRecord:
+        """Register the memory, compute checksums, and become findable as a new generation.
+
+        Raises:
+            ModelExpressError: it is published already.
+            NotAvailable: the transport or the model cannot serve these weights; says why.
+            RegistryError: nobody could be told. Nothing is left behind.
+        """
+        with self._lock:
+            if self._live is not None:
+                raise ModelExpressError(f"{self._served.label} is published already; withdraw it first")
+            self._generation += 1
+            self._live = self._start()
+            atexit.register(self.withdraw)
+            return self._live.record
+
+    def withdraw(self) -> None:
+        """Become unfindable, let readers finish for a while, and end what is left of them.
+
+        When this returns no process reads the memory in a way that could harm this one, and no reader that
+        is still at it will accept what it got. Safe to call twice.
+        """
+        with self._lock:
+            live, self._live = self._live, None
+            atexit.unregister(self.withdraw)
+            # A forked child has a copy of this object, and neither the thread nor the right to withdraw.
+            if live is not None and live.record.pid == os.getpid():
+                live.stop()
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Change the weights inside this block: withdrawn before it, published as a new generation after it.
+
+        A block that raises leaves the source withdrawn.
+        """
+        self.withdraw()
+        yield
+        self.publish()
+
+    def __enter__(self) -> WeightSource:
+        self.publish()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.withdraw()
+
+    def _start(self) -> _Publication:
+        manifest = self._served.manifest()
+        with ExitStack() as opened:
+            registry = opened.enter_context(closing(self._open_registry()))
+            transport = opened.enter_context(closing(self._open_transport()))
+            registration = opened.enter_context(closing(transport.register(manifest)))
+            checksums = checksums_of(manifest, threads=self._threads) if self._checksums else b""
+            offer = Offer(manifest, registration.endpoint, checksums).encode()
+            record = registry.publish(self._record_for(manifest, transport.name), offer)
+            return _Publication(registry, record, offer, opened.pop_all(), self._lease_ttl_s)
+
+    def _record_for(self, manifest: Manifest, transport: str) -> SourceRecord:
+        return SourceRecord(
+            source_id=self._source_id,
+            generation=self._generation,
+            keys=self._served.keys,
+            kind=self._served.kind,
+            label=self._served.label,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            transport=transport,
+            nbytes=manifest.nbytes,
+            tensors=len(manifest.tensors),
+            offer_digest="",
+            published_at=time.time(),
+        )
+
+
+class _Publication:
+    """One generation while it is findable: what it holds open, and the thread that renews its lease."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        record: SourceRecord,
+        offer: bytes,
+        opened: ExitStack,
+        lease_ttl_s: float,
+    ) -> None:
+        self.record = record
+        self._registry = registry
+        self._offer = offer
+        self._opened = opened
+        self._lease_ttl_s = lease_ttl_s
+        self._renewed_at = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="mx-renew", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Withdraw, drain, end the reads; in this order."""
+        self._ended.set()
+        self._thread.join()
+        try:
+            self._registry.withdraw(self.record)
+            self._drain()
+        except RegistryError as exc:
+            self._outwait(exc)
+        finally:
+            self._opened.close()
+
+    def _renew(self) -> None:
+        while not self._ended.wait(self._lease_ttl_s / 3):
+            try:
+                self._registry.renew(self.record, self._offer)
+                self._renewed_at = time.monotonic()
+            except RegistryError as exc:
+                logger.warning("could not renew source %s, trying again: %s", self.record.name, exc)
+
+    def _drain(self) -> None:
+        give_up = time.monotonic() + _DRAIN_S
+        while (readers := self._registry.readers(self.record)) and time.monotonic() < give_up:
+            time.sleep(_DRAIN_POLL_S)
+        if readers:
+            logger.warning("ended %d reads of source %s after %.0f s", readers, self.record.name, _DRAIN_S)
+
+    def _outwait(self, reason: RegistryError) -> None:
+        """The registry cannot be told: wait until the lease has run out, so that nobody can find us."""
+        left = self._renewed_at + self._lease_ttl_s - time.monotonic()
+        logger.warning(
+            "could not withdraw source %s (%s); waiting %.1f s for its lease to end", self.record.name, reason, left
+        )
+        time.sleep(max(0.0, left))

@@ -1,0 +1,56 @@
+"""DiskCheckpoint: the engine's native loading, from validated files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from modelexpress.checkpoint.checksums import read_checksums
+from modelexpress.checkpoint.index import open_index
+from modelexpress.checkpoint.observed import ObservedTensors
+from modelexpress.checkpoint.reader import DiskTensors
+from modelexpress.digest import Verify
+from modelexpress.errors import CheckpointError, ManifestMismatch
+from modelexpress.strategies.base import LoadSource, LoadStrategy, LoadTarget, TransferStats, load_raw, raw_tolerance
+
+
+class DiskCheckpoint(LoadStrategy):
+    """Loads from a checkpoint on a file system.
+
+    Args:
+        verify: compares with recorded checksums (`modelexpress inspect --record-checksums`) where the folder
+            has them; files without a record have nothing to be compared with.
+    """
+
+    name = "disk"
+
+    def __init__(self, checkpoint: Path, *, threads: int, verify: Verify) -> None:
+        self._checkpoint = checkpoint
+        self._threads = threads
+        self._verify = verify
+
+    def sources(self, target: LoadTarget) -> Sequence[LoadSource]:
+        return (_Folder(self._checkpoint, target, threads=self._threads, verify=self._verify),)
+
+
+class _Folder(LoadSource):
+    def __init__(self, checkpoint: Path, target: LoadTarget, *, threads: int, verify: Verify) -> None:
+        self.name = str(checkpoint)
+        self.tolerates = raw_tolerance(target.adapter)
+        self._checkpoint = checkpoint
+        self._threads = threads
+        self._verify = verify
+
+    def load(self, target: LoadTarget) -> TransferStats:
+        index = open_index(self._checkpoint)
+        checksums = read_checksums(index) if self._verify != "off" else None
+        tensors = ObservedTensors(
+            DiskTensors(index, threads=self._threads),
+            checksums=checksums or b"",
+            verify=self._verify if checksums is not None else "off",
+            progress=target.progress,
+        )
+        try:
+            return load_raw(target, tensors, confirm=lambda: None)
+        except ManifestMismatch as exc:
+            raise CheckpointError(f"{self._checkpoint}: {exc}") from exc

@@ -1,0 +1,140 @@
+"""Every tensor a module holds is found under a name that both ends agree on, or refused by name."""
+
+import functools
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+from modelexpress.discovery import discover, holds_tensors, manifest_of, persistent_tensors
+from modelexpress.errors import NotAvailable
+from modelexpress.manifest import NO_STORAGE
+from tests.support.tensors import TinyModel
+
+
+class Slotted:
+    __slots__ = ("scale", "unset")
+
+    def __init__(self):
+        self.scale = torch.ones(2)
+
+
+def names(module):
+    return {each.name for each in discover(module).tensors}
+
+
+def manifest(module):
+    found = discover(module)
+    return manifest_of(found.tensors, found.scalars)
+
+
+def test_ties_share_a_storage_and_persistent_tensors_name_both():
+    model = TinyModel()
+
+    specs = {each.name: each for each in manifest(model).tensors}
+
+    assert specs["head.weight"].storage == specs["embedding.weight"].storage
+    persistent = {each.name for each in persistent_tensors(model)}
+    assert {"head.weight", "embedding.weight", "blocks.0.scale"} <= persistent
+    assert "blocks.0.positions" not in persistent
+    assert "blocks.0.positions" in specs
+
+
+@pytest.mark.parametrize(
+    ("hang", "expected"),
+    [
+        (lambda w: {"k": w}, "cache['k']"),
+        (lambda w: (w,), "cache[0]"),
+        (lambda w: deque([None, w]), "cache[1]"),
+        (lambda w: [{"deep": [w]}], "cache[0]['deep'][0]"),
+        (lambda w: functools.partial(torch.add, w), "cache.args[0]"),
+        (lambda w: lambda x: x + w, "cache.<closure>.w"),
+        (lambda w: Slotted(), "cache.scale"),
+        (lambda w: w, "cache"),
+    ],
+)
+def test_tensors_beside_parameters_are_found(hang, expected):
+    """A15: SGLang and vLLM keep derived weights in all of these places."""
+    module = nn.Linear(2, 2)
+    module.cache = hang(torch.ones(3))
+
+    assert expected in names(module)
+
+
+def test_tensors_on_parameters_and_on_modules_in_lists_are_found():
+    module = nn.Linear(2, 2)
+    module.weight.scale = torch.ones(1)
+    module.experts = [nn.Linear(1, 1, bias=False)]
+    module.experts[0].extra = torch.ones(1)
+
+    assert {"weight.scale", "experts[0].weight", "experts[0].extra"} <= names(module)
+
+
+def test_cycles_and_bound_methods_of_the_model_end():
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].parent = [module]
+    module[0].weight.loader = module.forward
+    module.loop = loop = []
+    loop.append(loop)
+
+    assert names(module) == {"0.weight", "0.bias"}
+
+
+def test_python_floats_are_scalars_and_other_values_are_not():
+    module = nn.LayerNorm(2)
+    module.k_scale = 0.25
+    module.layers = 3
+    module.name = "x"
+
+    assert dict(discover(module).scalars) == {"eps": "1e-05", "k_scale": "0.25"}
+
+
+def test_a_set_of_tensors_has_no_order_and_is_refused():
+    module = nn.Linear(2, 2)
+    module.cache = {torch.ones(1)}
+
+    with pytest.raises(NotAvailable, match="'cache' is a set of tensors"):
+        discover(module)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (lambda: torch.empty(2, device="meta"), "meta device"),
+        (lambda: torch.eye(2).to_sparse(), "sparse"),
+        (lambda: torch.ones(2, dtype=torch.complex64).conj(), "conjugate"),
+        (lambda: torch.empty(2, dtype=torch.bits8), "bits8 cannot travel"),
+    ],
+)
+def test_what_cannot_travel_is_refused_by_name(tensor, reason):
+    module = nn.Linear(2, 2)
+    module.cache = tensor()
+
+    with pytest.raises(NotAvailable, match=f"tensor 'cache'.*{reason}"):
+        manifest(module)
+
+
+def test_views_strides_scalars_and_empty_tensors_are_described():
+    module = nn.Module()
+    base = torch.zeros(4, 8, dtype=torch.int16)
+    module.column = base[:, 2:4]
+    module.turned = base.t()
+    module.single = torch.tensor(1.5)
+    module.none = torch.empty(0, 8)
+
+    specs = {each.name: each for each in manifest(module).tensors}
+
+    assert (specs["column"].offset, specs["column"].stride) == (4, (8, 1))
+    assert specs["turned"].stride == (1, 8)
+    assert (specs["single"].shape, specs["single"].nbytes) == ((), 4)
+    assert (specs["none"].shape, specs["none"].storage) == ((0, 8), NO_STORAGE)
+
+
+def test_holds_tensors_looks_through_everything_but_the_module_itself():
+    module = nn.Linear(2, 2)
+
+    assert holds_tensors({"a": [torch.ones(1)]}, besides=module)
+    assert holds_tensors(nn.Linear(1, 1).forward, besides=module)
+    assert not holds_tensors(module.forward, besides=module)
+    assert not holds_tensors({"a": ["text", 1, None]}, besides=module)

@@ -1,0 +1,94 @@
+"""A module imports only from lower levels; levels are those of docs/structure.md."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "modelexpress"
+LEVELS = {
+    "errors": 0,
+    "config": 1,
+    "manifest": 1,
+    "plan": 2,
+    "checkpoint.strict_json": 1,
+    "checkpoint.header": 2,
+    "checkpoint.files": 1,
+    "checkpoint.folder": 2,
+    "checkpoint.index": 3,
+    "checkpoint.content_digest": 4,
+    "discovery": 2,
+    "digest": 3,
+    "offer": 2,
+    "model_root": 3,
+    "transport": 3,
+    "nixl_transport": 4,
+    "registry.url": 1,
+    "registry.base": 1,
+    "registry.locked_file": 1,
+    "registry.directory": 2,
+    "registry.redis": 2,
+    "registry.open": 3,
+    "checkpoint.base": 4,
+    "checkpoint.observed": 5,
+    "checkpoint.peer": 5,
+    "checkpoint.reader": 5,
+    "checkpoint.checksums": 6,
+    "adapter": 5,
+    "identity": 5,
+    "strategies.base": 6,
+    "strategies.chain": 7,
+    "strategies.rdma": 7,
+    "strategies.disk": 7,
+    "source": 7,
+    "api": 8,
+    "doctor": 9,
+    "cli": 10,
+    "__main__": 11,
+}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        if not name.endswith("__init__"):
+            found[name] = path
+    return found
+
+
+def imports_of(path: Path) -> set[str]:
+    names = set()
+    typing_only = set()
+    for node in ast.walk(tree := ast.parse(path.read_text())):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            typing_only.update(id(each) for each in ast.walk(node))
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("modelexpress"):
+            base = node.module.removeprefix("modelexpress").lstrip(".")
+            names.update({base} if base in LEVELS else {f"{base}.{each.name}".lstrip(".") for each in node.names})
+    return names
+
+
+def test_every_module_has_a_level():
+    assert set(modules()) == set(LEVELS)
+
+
+@pytest.mark.parametrize("name", sorted(LEVELS))
+def test_imports_go_down_only(name):
+    upward = {each for each in imports_of(modules()[name]) if LEVELS[each] >= LEVELS[name]}
+
+    assert not upward
+
+
+@pytest.mark.parametrize("name", sorted(LEVELS))
+def test_no_function_is_over_100_lines(name):
+    functions = [
+        node
+        for node in ast.walk(ast.parse(modules()[name].read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+    assert not [each.name for each in functions if each.end_lineno - each.lineno >= 100]
