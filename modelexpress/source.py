@@ -89,6 +89,11 @@ class WeightSource:
             raise ModelExpressError(f"{self._served.label} is not published")
         return live.record
 
+    @property
+    def published(self) -> bool:
+        """Whether others can find the weights now."""
+        return self._live is not None
+
     def publish(self) -> SourceRecord:
         """Register the memory, compute checksums, and become findable as a new generation.
 

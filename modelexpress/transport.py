@@ -33,6 +33,28 @@ class Registration(ABC):
         """End every read of this memory, then return. Afterwards the memory may be changed or freed."""
 
 
+class Connection(ABC):
+    """A way to one source, proven to work and used by one thread. Close it before the transport."""
+
+    @abstractmethod
+    def read(self, plan: TransferPlan, *, deadline: float, arrived: Arrived | None = None) -> None:
+        """Fill the plan's target memory. May be called again with another plan of the same source.
+
+        Calls `arrived` once per chunk, from the thread that moved it, as soon as the chunk is in place;
+        what it raises ends the read and goes up. `deadline` is a `time.monotonic()` moment.
+
+        When this returns or raises, nothing will write to the target memory any more.
+
+        Raises:
+            TransferFailed: the source went away, stalled past the deadline, or sent an error.
+            RecoveryFailed: the transport cannot prove that the read is over, so the memory must not be used.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Forget the source. Safe to call twice."""
+
+
 class Transport(ABC):
     """Moves bytes as a plan says. Not thread-safe; `close` it in a `finally`."""
 
@@ -47,18 +69,11 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def read(self, plan: TransferPlan, endpoint: bytes, *, deadline: float, arrived: Arrived | None = None) -> None:
-        """Fill the plan's target memory from the source behind `endpoint`.
-
-        Calls `arrived` once per chunk, from the thread that moved it, as soon as the chunk is in place;
-        what it raises ends the read and goes up. `deadline` is a `time.monotonic()` moment.
-
-        When this returns or raises, nothing will write to the target memory any more.
+    def connect(self, endpoint: bytes, *, deadline: float) -> Connection:
+        """Reach the source behind `endpoint` and prove it, before anything of the target is touched.
 
         Raises:
-            NotAvailable: the source cannot be reached; nothing was written.
-            TransferFailed: it went away, stalled past the deadline, or sent an error; bytes were written.
-            RecoveryFailed: the transport cannot prove that the read is over, so the memory must not be used.
+            NotAvailable: the endpoint is damaged, or the source is dead, stopped or out of reach; says why.
         """
 
     @abstractmethod
@@ -67,40 +82,56 @@ class Transport(ABC):
 
 
 class LocalTransport(Transport):
-    """Copies inside this process. Refuses an endpoint whose registration is closed, as a real peer would."""
+    """Copies inside this process, between transports that share `open_endpoints`.
+
+    Refuses an endpoint whose registration is closed, as a real peer would.
+    """
 
     name = "local"
 
-    def __init__(self) -> None:
-        self._open: set[bytes] = set()
+    def __init__(self, open_endpoints: set[bytes] | None = None) -> None:
+        self._open = set() if open_endpoints is None else open_endpoints
 
     def register(self, manifest: Manifest) -> Registration:
         return _LocalRegistration(manifest, self._open)
 
-    def read(self, plan: TransferPlan, endpoint: bytes, *, deadline: float, arrived: Arrived | None = None) -> None:
+    def connect(self, endpoint: bytes, *, deadline: float) -> Connection:
         if endpoint not in self._open:
             raise NotAvailable("the source's memory is not registered any more")
+        return _LocalConnection(endpoint, self._open)
+
+    def close(self) -> None:
+        """Nothing is held: registrations close themselves."""
+
+
+class _LocalConnection(Connection):
+    def __init__(self, endpoint: bytes, registered: set[bytes]) -> None:
+        self._endpoint = endpoint
+        self._registered = registered
+
+    def read(self, plan: TransferPlan, *, deadline: float, arrived: Arrived | None = None) -> None:
         for number, chunk in enumerate(plan.chunks):
-            if time.monotonic() > deadline:
-                raise TransferFailed(f"deadline passed after {number} of {len(plan.chunks)} chunks")
+            if self._endpoint not in self._registered or time.monotonic() > deadline:
+                gone = "deadline passed" if self._endpoint in self._registered else "the source went away"
+                raise TransferFailed(f"{gone} after {number} of {len(plan.chunks)} chunks")
             for part in chunk.ranges:
                 memmove(plan.target_address(part), plan.source_address(part), part.nbytes)
             if arrived is not None:
                 arrived(chunk)
 
     def close(self) -> None:
-        """Nothing is held: registrations close themselves."""
+        """Nothing is held."""
 
 
 class _LocalRegistration(Registration):
-    def __init__(self, manifest: Manifest, registry: set[bytes]) -> None:
+    def __init__(self, manifest: Manifest, registered: set[bytes]) -> None:
         self._endpoint = msgspec.msgpack.encode([storage.address for storage in manifest.storages])
-        self._registry = registry
-        registry.add(self._endpoint)
+        self._registered = registered
+        registered.add(self._endpoint)
 
     @property
     def endpoint(self) -> bytes:
         return self._endpoint
 
     def close(self) -> None:
-        self._registry.discard(self._endpoint)
+        self._registered.discard(self._endpoint)

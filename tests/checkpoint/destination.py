@@ -31,17 +31,21 @@ def empty_like(tensors: Mapping[str, Raw], fill: int = 0xAA) -> dict[str, torch.
 
 def manifest_of(tensors: Mapping[str, torch.Tensor]) -> Manifest:
     """Where these tensors lie in memory; those that share a storage share it here too."""
-    storages: dict[int, StorageSpec] = {}
+    storages: list[StorageSpec] = []
+    known: dict[int, int] = {}
     specs = []
     for name, tensor in sorted(tensors.items()):
-        storage, dtype = tensor.untyped_storage(), str(tensor.dtype).removeprefix("torch.")
+        storage, dtype = tensor.untyped_storage(), tensor.dtype
         at, offset = NO_STORAGE, 0
         if tensor.numel():
-            storages.setdefault(storage.data_ptr(), StorageSpec(storage.nbytes(), storage.data_ptr(), "cpu"))
-            at, offset = list(storages).index(storage.data_ptr()), tensor.storage_offset() * tensor.element_size()
+            at, offset = known.setdefault(storage.data_ptr(), len(storages)), tensor.storage_offset() * dtype.itemsize
+            if at == len(storages):
+                storages.append(StorageSpec(storage.nbytes(), storage.data_ptr(), "cpu"))
         shape = tuple(tensor.shape)
-        specs.append(TensorSpec(name, at, offset, shape, normal_stride(shape, tensor.stride()), dtype, "parameter"))
-    return Manifest(tuple(storages.values()), tuple(specs))
+        specs.append(
+            TensorSpec(name, at, offset, shape, normal_stride(shape, tensor.stride()), f"{dtype}"[6:], "parameter")
+        )
+    return Manifest(tuple(storages), tuple(specs))
 
 
 def load(path: Path, into: Mapping[str, torch.Tensor], *, threads: int = 2) -> CheckpointIndex:

@@ -5,6 +5,7 @@ import random
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -195,7 +196,8 @@ def test_a_file_that_is_cut_while_it_is_read_names_both_sizes(tmp_path):
     tensors = {"a": raw("U8", PIECE_NBYTES), "b": raw("U8", PIECE_NBYTES)}
     path = write_file(tmp_path / "model.safetensors", tensors)
     disk = DiskTensors(open_index(tmp_path), threads=1)
-    plan = plan_checkpoint(disk.manifest, manifest_of(empty_like(tensors)))
+    into = empty_like(tensors)
+    plan = plan_checkpoint(disk.manifest, manifest_of(into))
     size = path.stat().st_size
 
     with pytest.raises(CheckpointError, match=f"cut short .*expected bytes up to {size:,}, found {size - 7:,}"):
@@ -208,9 +210,10 @@ def test_a_file_that_is_written_while_it_is_read_is_found(tmp_path):
     tensors = {"a": raw("U8", 5000)}
     path = write_file(tmp_path / "model.safetensors", tensors)
     disk = DiskTensors(open_index(tmp_path), threads=1)
-    plan = plan_checkpoint(disk.manifest, manifest_of(empty_like(tensors)))
+    into = empty_like(tensors)
+    plan = plan_checkpoint(disk.manifest, manifest_of(into))
 
-    with pytest.raises(CheckpointError, match="model.safetensors: changed since .*written to"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors: changed since .*written to"):
         disk.read(plan, arrived=lambda _: overwrite(path))
 
 
@@ -280,7 +283,8 @@ def test_the_first_failure_stops_the_other_lanes_and_is_raised(tmp_path):
     tensors = {f"t{at}": raw("U8", PIECE_NBYTES // 2) for at in range(16)}
     write_file(tmp_path / "model.safetensors", tensors)
     disk = DiskTensors(open_index(tmp_path), threads=2)
-    plan = plan_checkpoint(disk.manifest, manifest_of(empty_like(tensors)))
+    into = empty_like(tensors)
+    plan = plan_checkpoint(disk.manifest, manifest_of(into))
     arrived: list[object] = []
 
     def fails_then_waits(chunk: object) -> None:
@@ -406,7 +410,7 @@ def test_a22_one_tensor_of_3_gib(tmp_path):
     found = [into, *(tensor for _, tensor in DiskTensors(index).tensors())]
 
     assert [[int(tensor[at]) for at in marks] for tensor in found] == [[1, 2, 3, 4, 5, 6]] * 2
-    assert [int(tensor.sum(dtype=torch.int64)) for tensor in found] == [21, 21]
+    assert [sum(int(part.count_nonzero()) for part in tensor.split(1 << 26)) for tensor in found] == [6, 6]
 
 
 MEASURE = """
@@ -442,6 +446,4 @@ def one_size_header(count: int, nbytes: int) -> str:
 
 def threads_named(prefix: str) -> list[str]:
     """The living threads of this process whose name starts so."""
-    import threading
-
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(prefix)]
