@@ -74,9 +74,7 @@ class Fleet:
     def source(self, model, *, checksums=True, config=CONFIG):
         adapter = self.adapter(config=config)
         served = Served(lambda: adapter.manifest(model), model, (adapter.identity().key,), "layout", "tiny")
-        return WeightSource(
-            served, self.open_registry, self.wire, checksums=checksums, threads=1, lease_ttl_s=5
-        )
+        return WeightSource(served, self.open_registry, self.wire, checksums=checksums, threads=1, lease_ttl_s=5)
 
     def load(self, build=TinyModel, *, during=None, verify="on", **adapter):
         adapter = self.adapter(build, **adapter)

@@ -21,8 +21,9 @@ class RedisServer:
     Use it as a context manager.
     """
 
-    def __init__(self, folder: Path, *, password: str | None = None) -> None:
+    def __init__(self, folder: Path, *, password: str | None = None, config: tuple[str, ...] = ()) -> None:
         self.folder = folder
+        self._extra = config
         self.port = _free_port()
         self._password = password
         self._process: subprocess.Popen[bytes] | None = None
@@ -78,6 +79,7 @@ class RedisServer:
 
     def _config(self) -> str:
         lines = [f"port {self.port}", "bind 127.0.0.1", 'save ""', "appendonly no", "daemonize no", "loglevel warning"]
+        lines += self._extra
         if self._password is not None:
             lines.append(f"requirepass {self._password}")
         return "\n".join(lines)

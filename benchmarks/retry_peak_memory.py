@@ -1,0 +1,124 @@
+"""Peak memory of a load whose first two peers die half-way, against that of a clean load.
+
+Each load runs in a process of its own; its peak is VmHWM, which the kernel keeps. The peers serve the model's
+layout, so that their half-written bytes force the rebuild for which a second parameter set would be needed.
+Writes one JSON row a run to benchmarks/results/retry_peak_memory.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import torch
+from checkpoints import write_llama
+from layout_source import build
+from peer_process import PeerProcess
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import modelexpress
+from modelexpress.registry.open import open_registry
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "retry_peak_memory.jsonl"
+AT_MOST = 1.10
+DYING = "two dying peers, then disk"
+CASES = ("disk", "one peer", DYING)
+
+
+def peak_rss_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit("/proc/self/status has no VmHWM")
+
+
+def measure(case: str, checkpoint: Path, registry: str) -> dict[str, object]:
+    """Load once in this process and say what it took."""
+    count = {"disk": 0, "one peer": 1}.get(case, 2)
+    command = [sys.executable, str(HERE / "layout_source.py"), str(checkpoint), registry]
+    built = 0
+
+    def initialize() -> nn.Module:
+        nonlocal built
+        built += 1
+        return build(checkpoint)
+
+    with ExitStack() as stack:
+        peers = [stack.enter_context(PeerProcess(command)) for _ in range(count)]
+        assassin = Assassin(peers, registry, checkpoint) if case == DYING else None
+        report = modelexpress.load(
+            initialize,
+            checkpoint,
+            progress=assassin.count if assassin is not None else None,
+            registry=registry if count else None,
+            strategies="rdma,disk" if count else "disk",
+        )
+    return {
+        "case": case,
+        "strategy": report.strategy,
+        "attempts": [f"{each.strategy}: {each.outcome}" for each in report.attempts],
+        "models_built": built,
+        "nbytes": report.nbytes,
+        "peak_bytes": peak_rss_bytes(),
+        "torch": torch.__version__,
+    }
+
+
+class Assassin:
+    """Kills each peer when half of the model has been read from it."""
+
+    def __init__(self, peers: list[PeerProcess], registry: str, checkpoint: Path) -> None:
+        self._peers = peers
+        self._registry = registry
+        self._half = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) // 2
+        self._arrived = 0
+        self._lock = threading.Lock()
+
+    def count(self, nbytes: int) -> None:
+        with self._lock:
+            self._arrived += nbytes
+            if self._arrived >= self._half and self._peers:
+                self._arrived = 0
+                victim = next(peer for peer in self._peers if peer.pid == self._being_read())
+                self._peers.remove(victim)
+                victim.kill()
+
+    def _being_read(self) -> int:
+        with closing(open_registry(self._registry, signing_key=None, timeout_s=10, lease_ttl_s=15)) as opened:
+            return next(each.record.pid for each in opened.find(None) if each.readers)
+
+
+def main() -> None:
+    checkpoint = write_llama(HERE.parent / "demo-data" / "llama-1gb", nbytes=1_000_000_000)
+    rows = []
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, __file__, case, str(checkpoint), f"file://{folder}/registry"]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            rows.append(json.loads(done.stdout))
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+    clean = rows[1]["peak_bytes"]
+    table = Table("case", "delivered by", "attempts", "models built", "peak GB", "over one clean peer load")
+    for row in rows:
+        numbers = (f"{row['peak_bytes'] / 1e9:.3f}", f"{row['peak_bytes'] / clean:.3f}")
+        table.add_row(row["case"], row["strategy"], ", ".join(row["attempts"]), str(row["models_built"]), *numbers)
+    Console(width=max(140, Console().width)).print(table)
+    if rows[2]["peak_bytes"] > AT_MOST * clean:
+        sys.exit(f"two dying peers cost more than {AT_MOST} x the peak of a clean load")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]), sys.argv[3])))
+    else:
+        main()
