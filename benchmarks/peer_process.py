@@ -10,9 +10,6 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-# Sources of a demo or a benchmark talk over this machine's loopback only.
-_ENVIRONMENT = {**os.environ, "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo")}
-
 
 class PeerProcess:
     """`modelexpress serve` (or another command that prints a line starting with "ready") while the block runs."""
@@ -27,7 +24,9 @@ class PeerProcess:
         return cls(command)
 
     def __enter__(self) -> PeerProcess:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, env=_ENVIRONMENT)
+        # A demo's or benchmark's sources talk over this machine's loopback only.
+        environment = {"UCX_NET_DEVICES": "lo", **os.environ}
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, env=environment)
         stdout = self._process.stdout
         assert stdout is not None
         readable, _, _ = select.select([stdout], [], [], self._ready_within_s)
@@ -40,6 +39,10 @@ class PeerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        """Wait for the end; returns the exit code."""
+        return self._process.wait(timeout_s)
 
     def kill(self) -> None:
         """SIGKILL, as a crash or the memory killer would."""

@@ -20,7 +20,7 @@ from modelexpress.checkpoint.index import CheckpointIndex, open_index
 from modelexpress.checkpoint.observed import ObservedTensors
 from modelexpress.checkpoint.reader import DiskTensors
 from modelexpress.config import Config, resolve_config
-from modelexpress.errors import ConfigError, ModelExpressError, NotAvailable, describe
+from modelexpress.errors import ConfigError, ModelExpressError, NotAvailable, RegistryError, describe
 from modelexpress.identity import content_of, model_name, module_identity
 from modelexpress.manifest import NO_STORAGE, Manifest, StorageSpec, content_key
 from modelexpress.model_root import ModelRoot
@@ -166,7 +166,7 @@ def default_chain(config: Config, checkpoint: Path) -> Iterator[LoadStrategyChai
             elif config.registry is not None:
                 try:
                     strategies.append(_rdma(config, services))
-                except ModelExpressError as exc:
+                except (NotAvailable, RegistryError) as exc:
                     refused.append(_refusal(name, exc))
             elif config.strategies == ("rdma",):
                 raise ConfigError("strategies is rdma alone and registry is not set; peers are found in a registry")

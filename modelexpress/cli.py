@@ -37,6 +37,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_PIPE_WIDTH = 10_000
+
 CheckpointArg = Annotated[Path, typer.Argument(help="Folder or file of safetensors.", metavar="CHECKPOINT")]
 RegistryOpt = Annotated[
     str | None,
@@ -185,13 +187,13 @@ def sources(
     if as_json:
         _print_json({"sources": [_source_row(each.record, each.readers) for each in found]})
         return
-    table = Table("source", "kind", "serves", "GB", "tensors", "readers", "generation")
+    table = _table("source", "kind", "serves", "GB", "tensors", "readers", "generation")
     for each in found:
         record = each.record
         size = f"{record.nbytes / 1e9:.3f}"
         counts = (str(record.tensors), str(each.readers), str(record.generation))
         table.add_row(record.name, record.kind, record.label, size, *counts)
-    Console().print(table if found else "no sources")
+    _console().print(table if found else "no sources")
 
 
 @app.command()
@@ -243,10 +245,10 @@ def doctor(
     if as_json:
         _print_json({"findings": findings})
         return
-    table = Table("what", "state", "detail")
+    table = _table("what", "state", "detail")
     for each in findings:
         table.add_row(each.what, each.state, each.detail)
-    Console().print(table)
+    _console().print(table)
 
 
 def main() -> NoReturn:
@@ -295,13 +297,13 @@ def _show_report(report: LoadReport, *, as_json: bool) -> None:
     if as_json:
         typer.echo(report.to_json())
         return
-    table = Table("strategy", "source", "outcome", "GB", "seconds", "GB/s", "reason")
+    table = _table("strategy", "source", "outcome", "GB", "seconds", "GB/s", "reason")
     for each in report.attempts:
         rate = f"{each.nbytes / each.seconds / 1e9:.2f}" if each.nbytes and each.seconds else ""
         gigabytes = f"{each.nbytes / 1e9:.3f}" if each.nbytes else ""
         numbers = (gigabytes, f"{each.seconds:.3f}", rate)
         table.add_row(each.strategy, each.source or "", each.outcome, *numbers, each.error or "")
-    Console().print(table)
+    _console().print(table)
     if report.strategy is None:
         typer.echo("nothing was loaded", err=True)
     else:
@@ -324,11 +326,11 @@ def _show_index(index: CheckpointIndex, facts: dict[str, str], *, as_json: bool)
         ]
         _print_json({"shards": shards, "nbytes": index.manifest.nbytes, "tensors": listed, **facts})
         return
-    table = Table("tensor", "dtype", "shape", "bytes", "shard")
+    table = _table("tensor", "dtype", "shape", "bytes", "shard")
     for each in tensors:
         shard = shards[each.storage] if each.storage >= 0 else ""
         table.add_row(each.name, each.dtype, str(list(each.shape)), f"{each.nbytes:,}", shard)
-    Console(soft_wrap=True).print(table)
+    _console().print(table)
     typer.echo(f"valid: {len(tensors)} tensors, {index.manifest.nbytes:,} bytes in {len(shards)} files")
     for name, fact in facts.items():
         typer.echo(f"{name}: {fact}")
@@ -346,6 +348,18 @@ def _source_row(record: SourceRecord, readers: int) -> dict[str, object]:
         "transport": record.transport,
         "readers": readers,
     }
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for each in columns:
+        table.add_column(each, overflow="fold")
+    return table
+
+
+def _console() -> Console:
+    # A pipe has no width: nothing is folded there, so that a row stays a line.
+    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
 
 
 def _print_json(value: object) -> None:

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from itertools import chain
 from types import TracebackType
 from typing import Self
@@ -18,6 +19,7 @@ import msgspec
 import torch
 
 from modelexpress.checkpoint.base import CheckpointTensors
+from modelexpress.checkpoint.blocks import Blocks
 from modelexpress.checkpoint.files import check_unchanged, fill, open_regular
 from modelexpress.checkpoint.index import CheckpointIndex
 from modelexpress.digest import memory_at
@@ -27,6 +29,8 @@ from modelexpress.plan import Chunk, TransferPlan
 from modelexpress.transport import Arrived
 
 _GROUP_NBYTES = PIECE_NBYTES  # small tensors are read ahead together, up to this much
+_LANE_NBYTES = 1024 * 1024
+_SPARE_NBYTES = 1 << 30  # blocks that a consumer dropped are kept for its next tensors, up to this much
 _LISTED = 5  # names that an error spells out
 
 
@@ -80,8 +84,8 @@ class DiskTensors(CheckpointTensors):
 
     def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See the contract. While the consumer works on one group (16 MiB of tensors, or one larger tensor),
-        a thread reads the next: peak memory beyond what the consumer keeps is two groups. Abandoning the
-        iterator ends the thread and closes the file.
+        `threads` threads read the next: peak memory beyond what the consumer keeps is two groups, and 1 GiB
+        of memory that the consumer dropped. Abandoning the iterator ends the threads and closes the files.
 
         Raises:
             CheckpointError: the checkpoint has no tensor of such a name (at once, before the first read),
@@ -104,16 +108,12 @@ class DiskTensors(CheckpointTensors):
         return [tensor for tensor in every if tensor.name in chosen]
 
     def _read_ahead(self, wanted: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        # The pool is left first: its thread must be done with the file before the file is closed.
-        with _OpenShard(self._index) as shard, ThreadPoolExecutor(1, thread_name_prefix="mx-ahead") as pool:
-            ahead: Future[list[tuple[str, torch.Tensor]]] | None = None
-            for group in chain(_groups(wanted), [None]):
-                ready, ahead = ahead, None if group is None else pool.submit(_read_group, shard, group)
-                if ready is not None:
-                    arrived = ready.result()
-                    del ready  # it would keep the tensors alive after the consumer dropped them
-                    while arrived:
-                        yield arrived.pop()
+        with _Ahead(self._index, self._threads) as ahead:
+            for group in chain(_groups(wanted), [[]]):
+                arrived = ahead.arrived()
+                ahead.start(group)
+                while arrived:
+                    yield arrived.pop()
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -231,6 +231,49 @@ class _DeviceBytes:
         }
 
 
+class _Ahead:
+    """Reads one group of tensors by several threads, each with a file of its own, while the caller does
+    something else.
+    """
+
+    def __init__(self, index: CheckpointIndex, threads: int) -> None:
+        self._closing = ExitStack()
+        self._blocks = Blocks(_SPARE_NBYTES)
+        self._closing.callback(self._blocks.close)
+        self._shards = [self._closing.enter_context(_OpenShard(index)) for _ in range(threads)]
+        # Entered last, so left first: its threads must be done with the files and the memory.
+        self._pool = self._closing.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="mx-ahead"))
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._reads: list[Future[None]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.__exit__(kind, error, trace)
+
+    def start(self, group: list[TensorSpec]) -> None:
+        """Make fresh tensors and let the threads fill them. Nothing else may be under way."""
+        # Here and not in the threads: malloc reuses what the consumer's thread freed.
+        self._tensors = [(t.name, self._blocks.empty(t.shape, _torch_dtype(t), t.nbytes)) for t in group]
+        parts = [
+            _Part(spec.storage, spec.offset, memory_at(tensor.data_ptr(), spec.nbytes))
+            for spec, (_, tensor) in zip(group, self._tensors, strict=True)
+            if spec.storage != NO_STORAGE
+        ]
+        lanes = _cut(parts, len(self._shards))
+        self._reads = [self._pool.submit(shard.read, lane) for shard, lane in zip(self._shards, lanes, strict=False)]
+
+    def arrived(self) -> list[tuple[str, torch.Tensor]]:
+        """Wait for the group; its tensors, the last one first. They are the caller's alone."""
+        for read in self._reads:
+            read.result()
+        tensors, self._tensors = self._tensors, []
+        return tensors[::-1]
+
+
 def _groups(wanted: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
     """Neighbours in the file, as many as fit in one read-ahead; a larger tensor stays alone."""
     group: list[TensorSpec] = []
@@ -245,15 +288,20 @@ def _groups(wanted: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
         yield group
 
 
-def _read_group(shard: _OpenShard, group: list[TensorSpec]) -> list[tuple[str, torch.Tensor]]:
-    """Fresh tensors with their bytes, the last one first, so that they can be popped in order."""
-    fresh = [(tensor, torch.empty(tensor.shape, dtype=_torch_dtype(tensor))) for tensor in group]
-    shard.read(
-        _Part(tensor.storage, tensor.offset, memory_at(empty.data_ptr(), tensor.nbytes))
-        for tensor, empty in fresh
-        if tensor.storage != NO_STORAGE
-    )
-    return [(tensor.name, full) for tensor, full in reversed(fresh)]
+def _cut(parts: list[_Part], lanes: int) -> list[list[_Part]]:
+    """At most `lanes` runs of about equal bytes, none below 1 MiB but the last: less is not worth a thread."""
+    share = max(_LANE_NBYTES, -(-sum(part.view.nbytes for part in parts) // lanes))
+    cut: list[list[_Part]] = [[]]
+    room = share
+    for part in parts:
+        storage, offset, view = part.storage, part.offset, part.view
+        while view.nbytes > room:
+            cut[-1].append(_Part(storage, offset, view[:room]))
+            offset, view, room = offset + room, view[room:], share
+            cut.append([])
+        cut[-1].append(_Part(storage, offset, view))
+        room -= view.nbytes
+    return [lane for lane in cut if lane]
 
 
 def _torch_dtype(tensor: TensorSpec) -> torch.dtype:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,28 @@ from modelexpress.registry.base import MAX_OFFER_NBYTES, MAX_RECORD_NBYTES, enco
 from tests.support.registry_process import KEY, record_of
 
 OTHER_KEY = "b" * 64
+
+FORKING = """
+import os, sys
+from modelexpress.errors import RegistryError
+from modelexpress.registry.open import open_registry
+from tests.support.registry_process import record_of
+registry = open_registry(sys.argv[1], signing_key=None, timeout_s=2, lease_ttl_s=30)
+record = registry.publish(record_of("1" * 32), b"offer")
+with registry.reading(record, lease_s=30):
+    if os.fork() == 0:
+        assert registry.stands(record)
+        try:
+            registry.withdraw(record)
+        except RegistryError as exc:
+            assert "fork" in str(exc)
+        registry.close()
+        sys.exit(0)  # leaves the block that holds the lease, too
+    assert os.wait()[1] == 0
+    assert registry.readers(record) == 1
+    assert registry.stands(record)
+registry.close()
+"""
 
 
 def ids(found):
@@ -262,6 +286,10 @@ def test_threads_share_one_registry(registry, other):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(one_life, range(40)))
     assert other.find(None) == []
+
+
+def test_forked_child_cannot_change_what_its_parent_published_and_leased(store):
+    subprocess.run([sys.executable, "-c", FORKING, store.url], check=True, timeout=60)
 
 
 def test_signed_source_is_found_with_the_key(store, connect, record):

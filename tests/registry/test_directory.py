@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
@@ -12,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -87,33 +87,6 @@ def test_killed_readers_lease_ends_at_once(store, registry, record):
     assert list(store.folder.glob("*.lease")) == []
 
 
-def test_forked_child_cannot_change_what_its_parent_published_and_leased(store):
-    run(
-        """
-import os, sys
-from modelexpress.errors import RegistryError
-from modelexpress.registry.open import open_registry
-from tests.support.registry_process import record_of
-registry = open_registry(sys.argv[1], signing_key=None, timeout_s=1, lease_ttl_s=1)
-record = registry.publish(record_of("1" * 32), b"offer")
-with registry.reading(record, lease_s=30):
-    if os.fork() == 0:
-        assert registry.stands(record)
-        try:
-            registry.withdraw(record)
-        except RegistryError as exc:
-            assert "fork" in str(exc)
-        registry.close()
-        sys.exit(0)  # leaves the block that holds the lease, too
-    assert os.wait()[1] == 0
-    assert registry.readers(record) == 1
-    assert registry.stands(record)
-registry.close()
-""",
-        store.url,
-    )
-
-
 def test_withdrawn_source_is_gone_even_if_a_child_holds_its_locks(store, other, record):
     with running("fork", store.url, record.source_id) as (_, child):
         [found] = other.find(KEY)
@@ -152,20 +125,29 @@ def test_finders_never_remove_a_live_source(store, connect):
     assert len(list(store.folder.iterdir())) == 2
 
 
-def test_finders_do_not_take_each_other_for_a_publisher(store, connect):
-    """They all hold a lock on the same dead record for a moment."""
+def test_finder_is_not_taken_for_a_publisher(store, connect, other, record):
+    """Both hold a lock on the same dead record for a moment."""
     publisher = connect(store.url)
-    for number in range(100):
-        publisher.publish(record_of(f"{number:032x}"), b"offer")
-    left = {path: path.read_bytes() for path in store.folder.iterdir()}
+    publisher.publish(record, b"offer")
+    [path] = store.folder.glob("*.record")
+    data = path.read_bytes()
     publisher.close()
-    for path, data in left.items():
-        path.write_bytes(data)
-    finders = [connect(store.url) for _ in range(4)]
+    path.write_bytes(data)
 
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda finder: finder.find(None), finders)) == [[]] * 4
+    with path.open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        assert other.find(None) == []
     assert list(store.folder.iterdir()) == []
+
+
+def test_link_to_a_live_record_is_not_followed(store, connect, tmp_path, other, record):
+    elsewhere = DirectoryStore(tmp_path / "elsewhere")
+    connect(elsewhere.url).publish(record, b"offer")
+    for path in elsewhere.folder.iterdir():
+        (store.folder / path.name).symlink_to(path)
+
+    assert other.find(None) == []
+    assert len(list(elsewhere.folder.iterdir())) == 2
 
 
 def test_finder_that_opened_a_lost_file_leaves_the_new_one_of_that_name(store, registry, other, record, monkeypatch):

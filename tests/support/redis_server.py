@@ -24,7 +24,7 @@ class RedisServer:
     def __init__(self, folder: Path, *, password: str | None = None, config: tuple[str, ...] = ()) -> None:
         self.folder = folder
         self._extra = config
-        self.port = _free_port()
+        self.port = free_port()
         self._password = password
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -108,7 +108,8 @@ def _binary() -> str:
     return binary
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A loopback port that nobody listened on a moment ago."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
