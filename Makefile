@@ -39,7 +39,7 @@ format: $(STAMP)  ## Format the code
 
 .PHONY: redis-server
 redis-server:
-	@command -v redis-server >/dev/null || tests/support/install_redis.sh
+	@{ command -v redis-server && command -v openssl; } >/dev/null || tests/support/install_redis.sh
 
 clean:  ## Remove what was built and generated
 	rm -rf $(VENV) demo-data build dist *.egg-info

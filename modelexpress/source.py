@@ -186,7 +186,6 @@ class _Publication:
         self._offer = offer
         self._opened = opened
         self._lease_ttl_s = lease_ttl_s
-        self._renewed_at = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="mx-renew", daemon=True)
         self._thread.start()
@@ -207,7 +206,6 @@ class _Publication:
         while not self._ended.wait(self._lease_ttl_s / 3):
             try:
                 self._registry.renew(self.record, self._offer)
-                self._renewed_at = time.monotonic()
             except RegistryError as exc:
                 logger.warning("could not renew source %s, trying again: %s", self.record.name, exc)
 
@@ -219,9 +217,9 @@ class _Publication:
             logger.warning("ended %d reads of source %s after %.0f s", readers, self.record.name, _DRAIN_S)
 
     def _outwait(self, reason: RegistryError) -> None:
-        """The registry cannot be told: wait until the lease has run out, so that nobody can find us."""
-        left = self._renewed_at + self._lease_ttl_s - time.monotonic()
+        """The registry cannot be told: wait until nobody can find us any more."""
+        lease_s = self._registry.lease_ttl_s
         logger.warning(
-            "could not withdraw source %s (%s); waiting %.1f s for its lease to end", self.record.name, reason, left
+            "could not withdraw source %s (%s); waiting %.1f s for its lease to end", self.record.name, reason, lease_s
         )
-        time.sleep(max(0.0, left))
+        time.sleep(lease_s)

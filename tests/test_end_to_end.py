@@ -235,15 +235,24 @@ def test_redis_works_as_the_directory_does(checkpoint, tmp_path):
 
 def test_a_load_leaves_nothing_behind(checkpoint, registry):
     """Invariant 4: no thread, no descriptor, nothing in /dev/shm, after success and after failure."""
-    with PeerProcess.serve(checkpoint, registry) as peer:
-        modelexpress.load_checkpoint(checkpoint, registry=registry)
+
+    def load_and_fail():
+        failures = [RuntimeError("broken off")]
+
+        def break_off_once(_):
+            if failures:
+                raise failures.pop()
+
+        assert modelexpress.load_checkpoint(checkpoint, registry=registry).strategy == "rdma"
+        assert modelexpress.load_checkpoint(checkpoint, registry=registry, progress=break_off_once).strategy == "disk"
+
+    with PeerProcess.serve(checkpoint, registry):
+        load_and_fail()
         before = leftovers()
         for _ in range(3):
-            modelexpress.load_checkpoint(checkpoint, registry=registry)
-        report = modelexpress.load_checkpoint(checkpoint, registry=registry, progress=lambda _: peer.kill())
-        assert report.strategy == "disk"
+            load_and_fail()
 
-    assert leftovers() == before
+        assert leftovers() == before
 
 
 def leftovers():

@@ -63,8 +63,8 @@ class DiskTensors(CheckpointTensors):
             raise ConfigError(f"the plan's source is not the manifest of the checkpoint {self.label}")
         stop = threading.Event()
         with ThreadPoolExecutor(self._threads, thread_name_prefix="mx-disk") as pool:
-            lanes = [pool.submit(self._read_lane, plan, lane, arrived, stop) for lane in plan.lanes(self._threads)]
             try:
+                lanes = [pool.submit(self._read_lane, plan, lane, arrived, stop) for lane in plan.lanes(self._threads)]
                 for lane in as_completed(lanes):
                     lane.result()
             finally:

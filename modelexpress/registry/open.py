@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from modelexpress.errors import ConfigError
+from modelexpress.errors import ConfigError, NotAvailable
 from modelexpress.registry.base import Registry
 from modelexpress.registry.directory import DirectoryRegistry
 from modelexpress.registry.url import redact
@@ -27,7 +27,8 @@ def open_registry(url: str, *, signing_key: bytes | None, timeout_s: float, leas
         lease_ttl_s: how long a Redis server keeps a source that is not renewed. A directory needs no lease.
 
     Raises:
-        ConfigError: the URL has no accepted form, or its back end is not installed.
+        ConfigError: the URL has no accepted form.
+        NotAvailable: its back end is not installed.
         RegistryError: the directory cannot be used. A Redis server is first reached when it is needed.
     """
     scheme = url.partition(":")[0].lower()
@@ -41,7 +42,7 @@ def open_registry(url: str, *, signing_key: bytes | None, timeout_s: float, leas
     except ModuleNotFoundError as exc:
         if exc.name is None or exc.name.split(".")[0] != "redis":
             raise
-        raise ConfigError(
+        raise NotAvailable(
             f"registry {redact(url)!r} needs the redis package; pip install 'modelexpress[redis]'"
         ) from exc
     return RedisRegistry(url, signing_key=signing_key, timeout_s=timeout_s, lease_ttl_s=lease_ttl_s)

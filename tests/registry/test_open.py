@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from modelexpress.errors import ConfigError
+from modelexpress.errors import NotAvailable
 from modelexpress.registry.open import open_registry, redact
 
 
@@ -70,11 +70,11 @@ def test_missing_redis_package_is_named_with_the_next_step():
     code = """
 import sys
 sys.modules["redis"] = None
-from modelexpress.errors import ConfigError
+from modelexpress.errors import NotAvailable
 from modelexpress.registry.open import open_registry
 try:
     open_registry("redis://:secret@host", signing_key=None, timeout_s=1, lease_ttl_s=1)
-except ConfigError as exc:
+except NotAvailable as exc:
     assert "modelexpress[redis]" in str(exc) and "secret" not in str(exc), exc
 else:
     sys.exit("opened")
