@@ -14,7 +14,7 @@ from torch import nn
 
 from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.checkpoint.index import open_index
-from modelexpress.discovery import FoundTensor, discover, manifest_of, persistent_tensors
+from modelexpress.discovery import FoundTensor, discover, manifest_of, persistent_tensors, torch_dtype
 from modelexpress.errors import CheckpointError, ConfigError
 from modelexpress.manifest import Manifest, WeightsIdentity
 from modelexpress.plan import plan_checkpoint
@@ -139,7 +139,7 @@ class CheckpointModule(nn.Module):
         self._buffers.clear()
         for spec in layout.tensors:
             # Names hold dots, which register_buffer refuses and named_buffers allows.
-            self._buffers[spec.name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+            self._buffers[spec.name] = torch.empty(spec.shape, dtype=torch_dtype(spec))
 
 
 class CheckpointAdapter(ModuleAdapter):

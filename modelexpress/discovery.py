@@ -19,7 +19,7 @@ import xxhash
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from modelexpress.errors import NotAvailable
+from modelexpress.errors import CheckpointError, NotAvailable
 from modelexpress.manifest import (
     DTYPE_NBYTES,
     NO_STORAGE,
@@ -104,6 +104,20 @@ def manifest_of(found: tuple[FoundTensor, ...], scalars: tuple[tuple[str, str], 
 def dtype_name(tensor: torch.Tensor) -> str:
     """torch's name for the dtype without the prefix, as manifests spell it: "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def torch_dtype(spec: TensorSpec) -> torch.dtype:
+    """The dtype of a described tensor.
+
+    Raises:
+        CheckpointError: this torch does not have it; names the tensor.
+    """
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"tensor {spec.name!r} is {spec.dtype}, which torch {torch.__version__} does not have; install a newer one"
+        )
+    return dtype
 
 
 def holds_tensors(value: object, *, besides: nn.Module) -> bool:

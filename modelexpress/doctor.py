@@ -102,9 +102,7 @@ def _cross_memory_attach() -> Finding:
         os.close(reading)
         os.waitpid(child, 0)
     if moved == len(secret) and copy.raw == secret.raw:
-        return Finding(
-            "rdma: same-host copies", "works", "cross-memory attach is allowed between our processes"
-        )
+        return Finding("rdma: same-host copies", "works", "cross-memory attach is allowed between our processes")
     reason = os.strerror(-moved) if moved < 0 else f"{moved} bytes copied"
     return Finding("rdma: same-host copies", "missing", f"cross-memory attach: {reason}; peers on this host use TCP")
 

@@ -5,10 +5,11 @@ import torch
 import xxhash
 from torch import nn
 
-from modelexpress.digest import TensorVerifier, Verifier, checksum_at, checksums_of, memory_at
+from modelexpress.digest import TensorVerifier, Verifier, checksum_at, checksums_of
 from modelexpress.discovery import discover, manifest_of
 from modelexpress.errors import ManifestMismatch, VerificationFailed
 from modelexpress.manifest import PIECE_NBYTES
+from modelexpress.memory import memory_at
 from modelexpress.plan import plan_transfer
 from tests.support.tensors import TinyModel, randomize
 

@@ -138,9 +138,7 @@ def test_a_stopped_peer_is_left_at_the_deadline_and_cannot_write_later(checkpoin
     with PeerProcess.serve(checkpoint, registry) as peer:
         os.kill(peer.pid, signal.SIGSTOP)
         started = time.monotonic()
-        report = modelexpress.load_checkpoint(
-            checkpoint, registry=registry, transfer_timeout_s=4, connect_timeout_s=2
-        )
+        report = modelexpress.load_checkpoint(checkpoint, registry=registry, transfer_timeout_s=4, connect_timeout_s=2)
         took = time.monotonic() - started
         os.kill(peer.pid, signal.SIGCONT)
         time.sleep(1)

@@ -10,13 +10,12 @@ import textwrap
 import threading
 import time
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from modelexpress.errors import ModelExpressError, NotAvailable, RecoveryFailed, TransferFailed
+from modelexpress.errors import NotAvailable, RecoveryFailed, TransferFailed
 from modelexpress.manifest import PIECE_NBYTES, Manifest, StorageSpec
 from modelexpress.plan import plan_transfer
 from tests.support.nixl_peer import ROOT, Peer, manifest_over, pattern
@@ -144,9 +143,8 @@ def test_memory_beyond_the_target_is_small(transport, peer):
 def test_a_killed_source_is_not_available_and_the_next_one_is_read(transport, wire):
     with Peer(CHUNKS, env=wire) as first:
         assert holds(load(transport, first))
-        first.process.kill()
-        first.process.wait()
-        with pytest.raises(NotAvailable, match="cannot reach the source|does not answer"):
+        first.kill()
+        with pytest.raises(NotAvailable, match=r"cannot reach the source|does not answer"):
             transport.connect(first.endpoint, deadline=soon())
 
     with Peer(CHUNKS, seed=2, env=wire) as second:
@@ -155,8 +153,7 @@ def test_a_killed_source_is_not_available_and_the_next_one_is_read(transport, wi
 
 def test_a_source_killed_between_connecting_and_reading(transport, wire):
     with Peer(CHUNKS, env=wire) as peer, closing(transport.connect(peer.endpoint, deadline=soon())) as connection:
-        peer.process.kill()
-        peer.process.wait()
+        peer.kill()
         with pytest.raises(TransferFailed, match=r"after 0 of 4 chunks \(0.00 of 0.07 GB\)"):
             connection.read(plan_into(peer, target_for(peer)), deadline=soon())
 
@@ -168,7 +165,7 @@ def test_a_source_killed_while_it_is_read(wire, monkeypatch):
     def kill(chunk):
         nonlocal started
         started = started or time.monotonic()
-        os.kill(peer.process.pid, signal.SIGKILL)
+        peer.signal(signal.SIGKILL)
 
     with Peer([PIECE_NBYTES] * 16, env=wire) as peer, closing(NixlTransport(lanes=2, connect_timeout_s=5)) as transport:
         target = target_for(peer)
@@ -200,13 +197,13 @@ def test_closing_the_registration_spares_the_source(transport, tcp):
 
 def test_a_stopped_source_is_not_available(tcp):
     with Peer(CHUNKS, env=tcp) as peer, closing(NixlTransport(lanes=1, connect_timeout_s=0.5)) as transport:
-        peer.process.send_signal(signal.SIGSTOP)
+        peer.signal(signal.SIGSTOP)
         started = time.monotonic()
         with pytest.raises(NotAvailable, match="does not answer"):
             transport.connect(peer.endpoint, deadline=soon())
         assert time.monotonic() - started < 4
 
-        peer.process.send_signal(signal.SIGCONT)
+        peer.signal(signal.SIGCONT)
         assert holds(load(transport, peer))
 
 
@@ -217,11 +214,11 @@ def test_nothing_arrives_from_a_stopped_source_that_goes_on_after_the_deadline(t
         connection = transport.connect(peer.endpoint, deadline=soon())
         deadline = soon(1.5)
         with pytest.raises(TransferFailed, match=r"deadline passed after \d+ of 16 chunks"):
-            connection.read(plan_into(peer, target), deadline=deadline, arrived=stop_soon(peer.process))
+            connection.read(plan_into(peer, target), deadline=deadline, arrived=stop_soon(peer))
         assert time.monotonic() < deadline + 5
         assert not holds(target)
 
-        peer.process.send_signal(signal.SIGCONT)
+        peer.signal(signal.SIGCONT)
 
         assert_nothing_arrives(target, seconds=2)
 
@@ -232,7 +229,7 @@ def test_a_lane_that_never_comes_back_makes_the_memory_unusable(transport, peer,
     monkeypatch.setattr(nixl_transport._Agent, "read", lambda *_: woken.wait(60))
     deadline = soon(0.2)
 
-    with pytest.raises(RecoveryFailed, match="1 of 1 lanes did not come back.*must not be used again"):
+    with pytest.raises(RecoveryFailed, match=r"1 of 1 lanes did not come back.*must not be used again"):
         connection.read(plan_into(peer, target_for(peer)), deadline=deadline)
 
     assert time.monotonic() < deadline + 5
@@ -248,12 +245,12 @@ def test_an_agent_that_somebody_holds_is_not_called_destroyed(transport, peer):
     del held
 
 
-def stop_soon(process):
+def stop_soon(peer):
     """Stop a process a moment after the first chunk, while the next is on its way."""
 
     def arrived(chunk):
         if not timers:
-            timers.append(threading.Timer(0.005, process.send_signal, [signal.SIGSTOP]))
+            timers.append(threading.Timer(0.005, peer.signal, [signal.SIGSTOP]))
             timers[0].start()
         time.sleep(0.002)
 
@@ -343,7 +340,7 @@ def test_nothing_is_left_after_close(peer, monkeypatch):
     def rounds(count):
         for _ in range(count):
             with closing(NixlTransport(lanes=2, connect_timeout_s=5)) as transport:
-                transport.register(peer.manifest if False else manifest_over([np.ones(100, dtype=np.uint8)]))
+                transport.register(manifest_over([np.ones(100, dtype=np.uint8)]))
                 load(transport, peer)
                 with pytest.raises(KeyError):
                     load(transport, peer, arrived=raise_key_error)
@@ -383,7 +380,7 @@ PROGRAM = """
             target = [np.zeros(1 << 20, dtype=np.uint8)]
             connection = transport.connect(peer.endpoint, deadline=time.monotonic() + 5)
             connection.read(plan_transfer(peer.manifest, manifest_over(target)), deadline=time.monotonic() + 5)
-            peer.process.kill(); peer.process.wait()
+            peer.kill()
             try:
                 transport.connect(peer.endpoint, deadline=time.monotonic() + 5)
             except Exception as exc:

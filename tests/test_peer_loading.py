@@ -167,7 +167,7 @@ def test_a_flipped_bit_in_the_sources_memory_is_found(fleet):
     model = randomize(TinyModel(), 3)
     with fleet.source(model):
         model.head.weight.detach().view(torch.uint8)[3, 5] ^= 16
-        with pytest.raises(LoadFailed, match="VerificationFailed: tensor embedding.weight, head.weight"):
+        with pytest.raises(LoadFailed, match=r"VerificationFailed: tensor embedding\.weight, head\.weight"):
             fleet.load()
         report = fleet.load(verify="off")
 
@@ -272,7 +272,7 @@ def test_derived_tensors_travel_with_a_layout(fleet):
 def test_a_python_float_that_differs_refuses_the_fast_path(fleet):
     model = TinyModel()
     model.k_scale = 0.37
-    with fleet.source(model), pytest.raises(LoadFailed, match="k_scale: target absent, source 0.37"):
+    with fleet.source(model), pytest.raises(LoadFailed, match=r"k_scale: target absent, source 0\.37"):
         fleet.load()
 
 

@@ -184,5 +184,5 @@ def test_missing_layer_lists_its_tensors():
     names = [f"layers.3.{part}" for part in ("q", "k", "v", "o", "gate", "up", "down", "norm1", "norm2")]
     target = manifest(*(tensor(name, 8 * at, [8]) for at, name in enumerate(names)), tensor("head", 900, [8]))
 
-    with pytest.raises(ManifestMismatch, match="9 missing in the source .layers.3.down, .* and 4 more"):
+    with pytest.raises(ManifestMismatch, match=r"9 missing in the source .layers\.3\.down, .* and 4 more"):
         plan_checkpoint(manifest(tensor("head", 0, [8])), target)

@@ -108,9 +108,11 @@ def test_a_deadline_in_the_past_writes_nothing(transport):
     source, target = Model(SIZES, seed=1), Model(SIZES, seed=2)
     registration = transport.register(source.manifest)
 
-    with closing(transport.connect(registration.endpoint, deadline=soon())) as connection:
-        with pytest.raises(TransferFailed, match="after 0 of 1 chunks"):
-            connection.read(plan_transfer(source.manifest, target.manifest), deadline=time.monotonic() - 1)
+    with (
+        closing(transport.connect(registration.endpoint, deadline=soon())) as connection,
+        pytest.raises(TransferFailed, match="after 0 of 1 chunks"),
+    ):
+        connection.read(plan_transfer(source.manifest, target.manifest), deadline=time.monotonic() - 1)
 
     assert target.holds(seed=2)
 

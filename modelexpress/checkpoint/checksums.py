@@ -22,6 +22,7 @@ import xxhash
 from modelexpress.checkpoint.files import check_unchanged, fill, opened, read_bytes
 from modelexpress.checkpoint.folder import resolve_inside
 from modelexpress.checkpoint.index import CheckpointIndex
+from modelexpress.digest import PieceChecksums
 from modelexpress.errors import CheckpointError
 from modelexpress.manifest import PIECE_NBYTES, Piece, pieces
 
@@ -51,7 +52,7 @@ def write_checksums(index: CheckpointIndex, *, threads: int = 4) -> Path:
     """
     values = array.array("Q", _checksums(index, threads))
     recorded = _Recorded(1, index.manifest.layout_digest, PIECE_NBYTES, base64.b64encode(_little(values)).decode())
-    path = index.root / CHECKSUMS_NAME
+    path = checksums_path(index)
     try:
         _replace(path, msgspec.json.encode(recorded))
     except OSError as exc:
@@ -67,10 +68,10 @@ def read_checksums(index: CheckpointIndex) -> bytes | None:
     Raises:
         CheckpointError: the file is broken, or was recorded for files with another layout.
     """
-    path = index.root / CHECKSUMS_NAME
+    path = checksums_path(index)
     if not os.path.lexists(path):
         return None
-    with opened(resolve_inside(index.root, CHECKSUMS_NAME), str(path)) as (fd, state):
+    with opened(resolve_inside(index.root, path.name), str(path)) as (fd, state):
         if state.nbytes > _MAX_FILE_NBYTES:
             raise CheckpointError(f"{path}: {state.nbytes:,} bytes; checksums take at most {_MAX_FILE_NBYTES:,}")
         data = read_bytes(fd, str(path), 0, state.nbytes)
@@ -89,6 +90,28 @@ def read_checksums(index: CheckpointIndex) -> bytes | None:
     values = array.array("Q")
     values.frombytes(packed)
     return _little(values)
+
+
+def check_checksums(index: CheckpointIndex, *, threads: int = 4) -> None:
+    """Read every weight once and compare it with what was recorded.
+
+    Raises:
+        CheckpointError: nothing was recorded, or what was cannot be used, or a shard cannot be read.
+        VerificationFailed: names the tensor under the first piece that is not as recorded.
+    """
+    recorded = read_checksums(index)
+    if recorded is None:
+        raise CheckpointError(f"{checksums_path(index)}: no checksums were recorded; {_NEXT_STEP}")
+    expected = PieceChecksums(index.manifest, recorded)
+    for number, found in enumerate(_checksums(index, threads)):
+        expected.compare(number, found)
+
+
+def checksums_path(index: CheckpointIndex) -> Path:
+    """Where checksums are recorded: one file for a folder, and one for each file that is named by itself."""
+    if not index.single:
+        return index.root / CHECKSUMS_NAME
+    return index.root / f"{index.shards[0].name}.checksums.json"
 
 
 def _checksums(index: CheckpointIndex, threads: int) -> list[int]:

@@ -44,12 +44,14 @@ _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<total>\d+)\.safeten
 
 class Files(msgspec.Struct, frozen=True):
     """The files of one checkpoint: (name relative to `root`, real path), sorted by name. All are regular
-    files with bytes in them, or were a moment ago. `shard_of` is the index: tensor to file name.
+    files with bytes in them, or were a moment ago. `shard_of` is the index: tensor to file name. `single`:
+    the caller named a file, not a folder.
     """
 
     root: Path
     files: tuple[tuple[str, str], ...]
     shard_of: dict[str, str] | None
+    single: bool = False
 
 
 def find_files(path: str | os.PathLike[str]) -> Files:
@@ -117,7 +119,7 @@ def _single_file(path: Path) -> Files:
     reason = unusable(real)
     if reason:
         raise CheckpointError(f"{path}: {reason}")
-    return Files(path.parent, ((path.name, real),), None)
+    return Files(path.parent, ((path.name, real),), None, single=True)
 
 
 def _pickle_refusal(shown: str) -> str:

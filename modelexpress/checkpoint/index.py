@@ -45,12 +45,14 @@ class CheckpointIndex(msgspec.Struct, frozen=True):
 
     Attributes:
         root: the folder, as the caller named it.
+        single: the caller named one file in it.
         shards: sorted by name.
         manifest: storage n is shard n, `nbytes` its file's size; a tensor's offset counts from the start of
             the file. Every tensor is contiguous and a "parameter".
     """
 
     root: Path
+    single: bool
     shards: tuple[Shard, ...]
     manifest: Manifest
 
@@ -83,7 +85,8 @@ def open_index(path: str | os.PathLike[str]) -> CheckpointIndex:
         if found.shard_of is None or found.shard_of[entry.name] == shard.name
     ]
     storages = tuple(StorageSpec(shard.nbytes, 0, "file") for shard in shards)
-    return CheckpointIndex(found.root, shards, Manifest(storages, tuple(sorted(tensors, key=lambda t: t.name))))
+    manifest = Manifest(storages, tuple(sorted(tensors, key=lambda t: t.name)))
+    return CheckpointIndex(found.root, found.single, shards, manifest)
 
 
 def _read_shard(name: str, real: str) -> tuple[Shard, tuple[Entry, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from modelexpress.checkpoint.base import CheckpointTensors
-from modelexpress.discovery import FoundTensor, manifest_of
+from modelexpress.discovery import FoundTensor, manifest_of, torch_dtype
 from modelexpress.manifest import PIECE_NBYTES, Manifest, TensorSpec
 from modelexpress.plan import TransferPlan, plan_checkpoint
 from modelexpress.transport import Arrived, Connection
@@ -33,7 +33,7 @@ class PeerTensors(CheckpointTensors):
         chosen = [spec for spec in self.manifest.tensors if wanted is None or spec.name in wanted]
         chosen.sort(key=lambda spec: (spec.storage, spec.offset, spec.name))
         for block in _blocks(chosen):
-            fresh = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in block}
+            fresh = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec)) for spec in block}
             here = manifest_of(tuple(FoundTensor(name, each, "parameter", True) for name, each in fresh.items()))
             there = Manifest(self.manifest.storages, tuple(sorted(block, key=lambda spec: spec.name)))
             self.read(plan_checkpoint(there, here))

@@ -22,15 +22,16 @@ from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.checkpoint.blocks import Blocks
 from modelexpress.checkpoint.files import check_unchanged, fill, open_regular
 from modelexpress.checkpoint.index import CheckpointIndex
-from modelexpress.digest import memory_at
+from modelexpress.discovery import torch_dtype
 from modelexpress.errors import CheckpointError, ConfigError
 from modelexpress.manifest import NO_STORAGE, PIECE_NBYTES, TensorSpec
+from modelexpress.memory import device_memory_at, memory_at
 from modelexpress.plan import Chunk, TransferPlan
 from modelexpress.transport import Arrived
 
 _GROUP_NBYTES = PIECE_NBYTES  # small tensors are read ahead together, up to this much
 _LANE_NBYTES = 1024 * 1024
-_SPARE_NBYTES = 1 << 30  # blocks that a consumer dropped are kept for its next tensors, up to this much
+_SPARE_NBYTES = 64 * 1024 * 1024  # blocks that a consumer dropped are kept for its next tensors, up to this much
 _LISTED = 5  # names that an error spells out
 
 
@@ -84,8 +85,8 @@ class DiskTensors(CheckpointTensors):
 
     def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See the contract. While the consumer works on one group (16 MiB of tensors, or one larger tensor),
-        `threads` threads read the next: peak memory beyond what the consumer keeps is two groups, and 1 GiB
-        of memory that the consumer dropped. Abandoning the iterator ends the threads and closes the files.
+        `threads` threads read the next: peak memory beyond what the consumer keeps is two groups, and 64
+        MiB of memory that the consumer dropped. Abandoning the iterator ends the threads and closes the files.
 
         Raises:
             CheckpointError: the checkpoint has no tensor of such a name (at once, before the first read),
@@ -93,7 +94,7 @@ class DiskTensors(CheckpointTensors):
         """
         wanted = self._wanted(names)
         for tensor in wanted:
-            _torch_dtype(tensor)
+            torch_dtype(tensor)
         return self._read_ahead(wanted)
 
     def _wanted(self, names: Iterable[str] | None) -> list[TensorSpec]:
@@ -210,25 +211,13 @@ class _Destination:
     def land(self) -> None:
         """Copy what was staged to its device, and wait for it."""
         for staged, address, device in self._staged:
-            torch.as_tensor(_DeviceBytes(address, staged.nbytes), device=device).copy_(staged)
+            device_memory_at(address, staged.nbytes, device).copy_(staged)
         self._staged.clear()
 
     def _host(self) -> torch.Tensor:
         if self._buffer is None:
             self._buffer = torch.empty(PIECE_NBYTES, dtype=torch.uint8, pin_memory=True)
         return self._buffer
-
-
-class _DeviceBytes:
-    """Presents device memory to torch without a copy, by the CUDA array interface (version 3)."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 class _Ahead:
@@ -257,7 +246,7 @@ class _Ahead:
     def start(self, group: list[TensorSpec]) -> None:
         """Make fresh tensors and let the threads fill them. Nothing else may be under way."""
         # Here and not in the threads: malloc reuses what the consumer's thread freed.
-        self._tensors = [(t.name, self._blocks.empty(t.shape, _torch_dtype(t), t.nbytes)) for t in group]
+        self._tensors = [(t.name, self._blocks.empty(t.shape, torch_dtype(t), t.nbytes)) for t in group]
         parts = [
             _Part(spec.storage, spec.offset, memory_at(tensor.data_ptr(), spec.nbytes))
             for spec, (_, tensor) in zip(group, self._tensors, strict=True)
@@ -302,12 +291,3 @@ def _cut(parts: list[_Part], lanes: int) -> list[list[_Part]]:
         cut[-1].append(_Part(storage, offset, view))
         room -= view.nbytes
     return [lane for lane in cut if lane]
-
-
-def _torch_dtype(tensor: TensorSpec) -> torch.dtype:
-    dtype = getattr(torch, tensor.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(
-            f"tensor {tensor.name!r} is {tensor.dtype}, which torch {torch.__version__} does not have"
-        )
-    return dtype

@@ -7,7 +7,7 @@ import os
 import pytest
 import xxhash
 
-from modelexpress.checkpoint.checksums import CHECKSUMS_NAME, read_checksums, write_checksums
+from modelexpress.checkpoint.checksums import CHECKSUMS_NAME, check_checksums, read_checksums, write_checksums
 from modelexpress.checkpoint.index import open_index
 from modelexpress.checkpoint.reader import DiskTensors
 from modelexpress.digest import Verifier, checksums_of
@@ -138,3 +138,28 @@ def test_a_shard_that_changed_is_not_recorded(tmp_path):
     with pytest.raises(CheckpointError, match=shard_name(2, 3)):
         write_checksums(index)
     assert not (tmp_path / CHECKSUMS_NAME).exists()
+
+
+def test_a_file_named_by_itself_has_checksums_of_its_own(tmp_path):
+    three_shards(tmp_path)
+    shard = open_index(tmp_path / shard_name(2, 3))
+    write_checksums(open_index(tmp_path))
+
+    assert read_checksums(shard) is None
+    assert write_checksums(shard) == tmp_path / f"{shard_name(2, 3)}.checksums.json"
+    check_checksums(shard)
+
+
+def test_check_names_the_tensor_that_changed_and_says_when_nothing_was_recorded(tmp_path):
+    tensors = three_shards(tmp_path)
+    index = open_index(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no checksums were recorded; .*--record-checksums"):
+        check_checksums(index)
+    write_checksums(index)
+    check_checksums(index, threads=1)
+    with (tmp_path / shard_name(1, 3)).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x00" if tensors["layer.0.b"].data[-1] else b"\x01")
+
+    with pytest.raises(VerificationFailed, match=r"tensor layer\.0\.b"):
+        check_checksums(open_index(tmp_path))

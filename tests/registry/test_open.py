@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from modelexpress.errors import NotAvailable
+from modelexpress.errors import ConfigError
 from modelexpress.registry.open import open_registry, redact
 
 

@@ -1,18 +1,11 @@
-"""A source in a process of its own. Prints one line, `PEER` and JSON, and then does what standard input says.
+"""A source in a process of its own, to be read, killed and stopped. Holds bytes that the reader can compute."""
 
-    python -m tests.support.nixl_peer SEED NBYTES,NBYTES,...
-
-The memory is one storage per tensor, filled with `pattern(SEED, ...)`. Commands, one a line: `close` ends the
-registration, `free` unmaps the memory. Each is answered by a line. The end of input ends the process.
-"""
-
-import base64
-import json
 import mmap
+import multiprocessing
 import os
-import subprocess
-import sys
-import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +13,13 @@ import numpy as np
 from modelexpress.manifest import Manifest, StorageSpec, TensorSpec, decode_manifest
 
 ROOT = Path(__file__).parent.parent.parent
+
+# Importing torch and NIXL takes 2 s. A server does it once, and forks a peer in 20 ms before UCX is loaded.
+_FORKING = multiprocessing.get_context("forkserver")
+_FORKING.set_forkserver_preload(["modelexpress.nixl_transport", __name__])
+
+_START_S = 60
+_ANSWER_S = 20
 
 
 def pattern(seed: int, index: int, nbytes: int) -> np.ndarray:
@@ -42,46 +42,46 @@ def manifest_over(arrays: list[np.ndarray]) -> Manifest:
 
 
 class Peer:
-    """Starts the process, and talks to it."""
+    """One registered storage per size, filled with `pattern(seed, ...)`.
 
-    def __init__(self, sizes: list[int], *, seed: int = 1, env: dict[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.nixl_peer", str(seed), ",".join(map(str, sizes))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, **(env or {})},
-        )
-        # A peer that hangs must not hang the test.
-        self._killer = threading.Timer(100, self.process.kill)
-        self._killer.start()
+    Args:
+        env: the peer's `UCX_*` variables; it has no others.
+    """
+
+    def __init__(self, sizes: list[int], *, seed: int = 1, env: Mapping[str, str] | None = None) -> None:
+        self._pipe, theirs = _FORKING.Pipe()
+        self.process = _FORKING.Process(target=_serve, args=(theirs, sizes, seed, dict(env or {})), daemon=True)
+        self.process.start()
+        theirs.close()
         try:
-            told = json.loads(self._line())
+            self.endpoint, manifest = self._answer(_START_S)
         except BaseException:
             self.close()
             raise
-        self.endpoint = base64.b64decode(told["endpoint"])
-        self.manifest = decode_manifest(base64.b64decode(told["manifest"]))
+        self.manifest = decode_manifest(manifest)
 
-    def tell(self, command: str) -> str:
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        return self._line()
+    def tell(self, command: str) -> object:
+        """`close` ends the registration, `free` unmaps the memory; anything else is said back."""
+        self._pipe.send(command)
+        return self._answer(_ANSWER_S)
 
-    def _line(self) -> str:
-        for line in self.process.stdout:
-            if line.startswith("PEER "):
-                return line.removeprefix("PEER ").strip()
-        raise RuntimeError(f"the peer ended with {self.process.wait()}")
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """When this returns, the process and its memory are gone."""
+        self.process.kill()
+        self.process.join(_ANSWER_S)
 
     def close(self) -> None:
-        self._killer.cancel()
-        self._killer.join()
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self.kill()
+        self.process.close()
+        self._pipe.close()
+
+    def _answer(self, timeout_s: float) -> object:
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError(f"the peer said nothing for {timeout_s} s")
+        return self._pipe.recv()
 
     def __enter__(self) -> "Peer":
         return self
@@ -90,32 +90,26 @@ class Peer:
         self.close()
 
 
-def main(seed: int, sizes: list[int]) -> None:
+def _serve(pipe: Connection, sizes: list[int], seed: int, env: dict[str, str]) -> None:
     from modelexpress.nixl_transport import NixlTransport
 
+    for name in [each for each in os.environ if each.startswith("UCX_")]:
+        del os.environ[name]
+    os.environ.update(env)
     maps = [mmap.mmap(-1, nbytes) for nbytes in sizes]
     arrays = [np.frombuffer(each, dtype=np.uint8) for each in maps]
     for at, each in enumerate(arrays):
         each[:] = pattern(seed, at, each.nbytes)
-    transport = NixlTransport(lanes=1, connect_timeout_s=5)
     manifest = manifest_over(arrays)
-    registration = transport.register(manifest)
-    told = {"endpoint": registration.endpoint, "manifest": manifest.encode()}
-    say(json.dumps({key: base64.b64encode(value).decode() for key, value in told.items()}))
-    for line in sys.stdin:
-        if line.strip() == "close":
-            registration.close()
-        elif line.strip() == "free":
-            arrays.clear()
-            for each in maps:
-                each.close()
-        say(line.strip())
-    transport.close()
-
-
-def say(text: str) -> None:
-    print("PEER", text, flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), [int(each) for each in sys.argv[2].split(",")])
+    registration = NixlTransport(lanes=1, connect_timeout_s=5).register(manifest)
+    pipe.send((registration.endpoint, manifest.encode()))
+    with suppress(EOFError):  # the test has ended
+        while command := pipe.recv():
+            if command == "close":
+                registration.close()
+            elif command == "free":
+                del each
+                arrays.clear()
+                while maps:
+                    maps.pop().close()
+            pipe.send(command)
