@@ -75,8 +75,8 @@ def load(
     path = _path(checkpoint)
     build = initialize if isinstance(model, nn.Module) else model
     adapter = ModuleAdapter(build, lambda: module_identity(path, config), derive)
-    root = ModelRoot(model if isinstance(model, nn.Module) else adapter.initialize())
-    return load_root(LoadTarget(adapter, root, progress), path, config)
+    first = (lambda: model) if isinstance(model, nn.Module) else adapter.initialize
+    return load_root(adapter, first, path, config, progress=progress)
 
 
 def load_checkpoint(checkpoint: Checkpoint, *, progress: Progress | None = None, **options: object) -> LoadReport:
@@ -87,18 +87,26 @@ def load_checkpoint(checkpoint: Checkpoint, *, progress: Progress | None = None,
     config = resolve_config(options)
     path = _path(checkpoint)
     adapter = CheckpointAdapter(path, lambda: module_identity(path, config))
-    return load_root(LoadTarget(adapter, ModelRoot(adapter.initialize()), progress), path, config)
+    return load_root(adapter, adapter.initialize, path, config, progress=progress)
 
 
-def load_root(target: LoadTarget, checkpoint: Path, config: Config) -> LoadReport:
-    """Run the default chain on an engine's root, and publish the result where the config asks for it."""
-    if config.publish:
-        _require_registry(config)
+def load_root(
+    adapter: EngineAdapter,
+    root: Callable[[], nn.Module],
+    checkpoint: Path,
+    config: Config,
+    *,
+    progress: Progress | None = None,
+) -> LoadReport:
+    """Run the default chain on an engine's root, and publish the result where the config asks for it.
+
+    `root` gives the module to fill; it is called when the services are known to be usable.
+    """
     with default_chain(config, checkpoint) as chain:
-        report = chain.run(target)
+        report = chain.run(LoadTarget(adapter, ModelRoot(root()), progress))
     if not config.publish or report.model is None:
         return report
-    source = _layout_source(target.adapter, report.model, checkpoint, config)
+    source = _layout_source(adapter, report.model, checkpoint, config)
     try:
         source.publish()
     except ModelExpressError as exc:
@@ -168,8 +176,6 @@ def default_chain(config: Config, checkpoint: Path) -> Iterator[LoadStrategyChai
                     strategies.append(_rdma(config, services))
                 except (NotAvailable, RegistryError) as exc:
                     refused.append(_refusal(name, exc))
-            elif config.strategies == ("rdma",):
-                raise ConfigError("strategies is rdma alone and registry is not set; peers are found in a registry")
         yield LoadStrategyChain(strategies, strict=config.strict, refused=refused)
 
 

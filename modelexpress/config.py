@@ -91,9 +91,19 @@ def resolve_config(
                 raise ConfigError(f"unknown {origin} {name!r}{_did_you_mean(name)}")
             if value is not None:
                 values[name] = _parse(name, value, f"{origin} {name}")
-    if values.get("gms") is not None:
+    config = Config(**values)
+    _check_together(config)
+    return config
+
+
+def _check_together(config: Config) -> None:
+    """Settings that are right alone and wrong beside each other."""
+    if config.gms is not None:
         raise ConfigError("gms is set, and this version has no memory service; leave it out")
-    return Config(**values)
+    if config.registry is None and config.publish:
+        raise ConfigError("publish is set and registry is not; sources are published in a registry, like file:///dir")
+    if config.registry is None and config.strategies == ("rdma",):
+        raise ConfigError("strategies is rdma alone and registry is not set; peers are found in a registry")
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

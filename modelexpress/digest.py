@@ -83,8 +83,8 @@ class PieceChecksums:
         if found != self._expected[number]:
             piece = self.pieces[number]
             raise VerificationFailed(
-                f"tensor {', '.join(self.names(piece))}: the {piece.nbytes:,} bytes at offset {piece.offset:,} of "
-                f"storage {piece.storage} have checksum {found:016x}, and {self._expected[number]:016x} was recorded; the "
+                f"tensor {', '.join(self.names(piece))}: {piece.nbytes:,} bytes at offset {piece.offset:,} of storage "
+                f"{piece.storage} have checksum {found:016x}, and {self._expected[number]:016x} was recorded; the "
                 "source's memory or file is damaged"
             )
 

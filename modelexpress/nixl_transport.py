@@ -15,6 +15,7 @@ its READ finish for a moment, and then destroys its agent, and checks that it is
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import struct
@@ -459,6 +460,7 @@ def _by_both_memory_types(
     yield from pairs.items()
 
 
+@functools.cache
 def _memory_type(device: str) -> tuple[str, int]:
     kind, _, index = device.partition(":")
     if kind not in _MEMORY_TYPES or not (index or "0").isdecimal():
