@@ -133,7 +133,7 @@ class NixlTransport(Transport):
 
 
 class _Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a reader needs. `proof` lies at `proof_address` in the source; who reads it back has the right source."""
+    """What a reader needs. `proof` lies at `proof_address` in the source for as long as its registration is open."""
 
     blob: bytes
     proof: bytes
@@ -186,7 +186,12 @@ class _NixlRegistration(Registration):
         return self._endpoint
 
     def close(self) -> None:
-        """Destroys the agent: over TCP, memory that is freed under a living one kills this process."""
+        """Withdraws the proof, which fails every read that has not ended yet, and destroys the agent.
+
+        Over TCP, memory that is freed under a living agent kills this process. On CMA a reader copies without
+        asking us, and only the missing proof tells it that what it copied may have changed.
+        """
+        self._proof[:] = 0
         self._agent.destroy()
 
 
@@ -287,22 +292,22 @@ class _Lane:
         with _translated(failure, str):
             self._agent = _Agent(progress_thread=False)
         try:
-            self._prove(go_on, failure)
+            with _translated(failure, lambda reason: f"cannot reach the source: {reason}"):
+                self._agent.add_remote(source.blob)
+                self._agent.register([_place(self._scratch)])
+                self._prove(go_on)
         except BaseException:
             self._agent.destroy()
             raise
 
-    def _prove(self, go_on: Callable[[], bool], failure: type[StrategyError]) -> None:
-        """Read a few bytes that only the right source has, into memory of our own."""
+    def _prove(self, go_on: Callable[[], bool]) -> None:
+        """Read a few bytes that only the right source has while it is open, into memory of our own."""
+        self._scratch[:] = 0
         there = [(self._source.proof_address, len(self._source.proof), "cpu")]
-        with _translated(failure, lambda reason: f"cannot reach the source: {reason}"):
-            self._agent.add_remote(self._source.blob)
-            self._agent.register([_place(self._scratch)])
-            finished = self._agent.read([_place(self._scratch)], there, go_on)
-        if not finished:
-            raise failure("the source does not answer: it is stopped, overloaded or out of reach")
+        if not self._agent.read([_place(self._scratch)], there, go_on):
+            raise NotAvailable("it does not answer: it is stopped, overloaded or out of reach")
         if self._scratch.tobytes() != self._source.proof:
-            raise failure("another process answers where the source was")
+            raise NotAvailable("it has closed its registration, or another process answers in its place")
 
     def read(self, share: Sequence[Chunk], progress: _Progress) -> None:
         """Move chunk after chunk. The target memory is registered meanwhile."""
@@ -317,6 +322,10 @@ class _Lane:
                 break
             self._move(chunk, progress)
             progress.arrived(chunk)
+        else:
+            # On CMA we can read a closed registration, while its memory is changed: nobody asks the source.
+            with _translated(TransferFailed, lambda reason: f"the source cannot be trusted {progress}: {reason}"):
+                self._prove(progress.goes_on)
         with _translated(TransferFailed, lambda reason: f"cannot deregister the target memory: {reason} {progress}"):
             self._agent.deregister(registered)
 
