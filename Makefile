@@ -30,7 +30,8 @@ check: $(STAMP)  ## Lint, formatting, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## Measure peak memory of a retry
+bench: $(STAMP)  ## Measure the peak memory of a retry, and the work before a byte moves
+	$(BIN)/python benchmarks/control_work.py
 	$(BIN)/python benchmarks/retry_peak_memory.py
 
 format: $(STAMP)  ## Format the code

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import xxhash
 
 from modelexpress.errors import ManifestMismatch, VerificationFailed
-from modelexpress.manifest import Manifest, Piece, pieces
+from modelexpress.manifest import Manifest, Piece, cut, pieces
 from modelexpress.memory import device_memory_at, memory_at
 from modelexpress.plan import Chunk, TransferPlan
 
@@ -57,7 +57,7 @@ class PieceChecksums:
 
     def __init__(self, manifest: Manifest, packed: bytes) -> None:
         self._spans = manifest.spans()
-        self.pieces = tuple(pieces(manifest))
+        self.pieces = tuple(cut(self._spans))
         self._expected = array.array("Q")
         self._expected.frombytes(packed[: len(packed) // 8 * 8])
         if len(self._expected) != len(self.pieces):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Literal
 
@@ -131,9 +131,11 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     @property
     def nbytes(self) -> int:
         """Bytes from the first to the last element, gaps between strided elements included."""
-        if 0 in self.shape:
-            return 0
-        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        last = 0
+        for size, step in zip(self.shape, self.stride, strict=True):
+            if size == 0:
+                return 0
+            last += (size - 1) * step
         return (last + 1) * DTYPE_NBYTES[self.dtype]
 
     @property
@@ -259,11 +261,16 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-def pieces(manifest: Manifest) -> Iterator[Piece]:
+def cut(spans: Iterable[Span]) -> Iterator[Piece]:
     """Cut every span into pieces, in order. Both ends of a transfer cut alike, so piece n is piece n."""
-    for index, span in enumerate(manifest.spans()):
+    for index, span in enumerate(spans):
         for start in range(0, span.nbytes, PIECE_NBYTES):
             yield Piece(index, span.storage, span.offset + start, min(PIECE_NBYTES, span.nbytes - start))
+
+
+def pieces(manifest: Manifest) -> Iterator[Piece]:
+    """What the checksums of a manifest cover, in their order."""
+    return cut(manifest.spans())
 
 
 def _impossible(tensor: TensorSpec, storages: tuple[StorageSpec, ...]) -> str | None:

@@ -6,12 +6,12 @@ the disk reader (its storages are shard files), the NIXL transport, and the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from modelexpress.errors import ManifestMismatch
-from modelexpress.manifest import NO_STORAGE, PIECE_NBYTES, Manifest, Span, TensorSpec, pieces
+from modelexpress.manifest import NO_STORAGE, PIECE_NBYTES, Manifest, Span, TensorSpec, cut
 
 _LISTED = 5  # differences of each kind that an error spells out
 
@@ -94,16 +94,16 @@ def plan_transfer(source: Manifest, target: Manifest) -> TransferPlan:
     differences.raise_if_any()
 
     destinations = {span.names[0]: span for span in target.spans()}
-    pairs: list[tuple[int, Span, Span]] = []
-    for index, span in enumerate(source.spans()):
-        first = min(span.names)
+    spans = source.spans()
+    pairs: dict[int, Span] = {}
+    for index, span in enumerate(spans):
         matching = destinations.get(span.names[0])
         if matching is None or _inner_layout(span, theirs) != _inner_layout(matching, ours):
-            differences.add("shared memory differs", f"{first} with {', '.join(sorted(span.names)) or 'nothing'}")
+            differences.add("shared memory differs", f"{min(span.names)} with {', '.join(sorted(span.names))}")
             continue
-        pairs.append((index, span, matching))
+        pairs[index] = matching
     differences.raise_if_any()
-    return TransferPlan(source, target, _chunks(source, pairs))
+    return TransferPlan(source, target, _chunks(spans, pairs))
 
 
 def plan_checkpoint(source: Manifest, target: Manifest) -> TransferPlan:
@@ -139,23 +139,21 @@ def plan_checkpoint(source: Manifest, target: Manifest) -> TransferPlan:
         differences.compare(ours[name], theirs[name], with_stride=False)
     differences.raise_if_any()
 
-    pairs = [
-        (index, span, filled[span.names[0]]) for index, span in enumerate(source.spans()) if span.names[0] in filled
-    ]
-    return TransferPlan(source, target, _chunks(source, pairs), tuple(strided), tuple(compared))
+    source_spans = source.spans()
+    pairs = {index: filled[span.names[0]] for index, span in enumerate(source_spans) if span.names[0] in filled}
+    return TransferPlan(source, target, _chunks(source_spans, pairs), tuple(strided), tuple(compared))
 
 
-def _chunks(source: Manifest, pairs: Iterable[tuple[int, Span, Span]]) -> tuple[Chunk, ...]:
-    """Cut paired spans into chunks at the source's piece boundaries."""
-    destination = {index: (span, matching) for index, span, matching in pairs}
+def _chunks(spans: Sequence[Span], pairs: Mapping[int, Span]) -> tuple[Chunk, ...]:
+    """Cut the source's spans into chunks at piece boundaries; `pairs` says where the span of an index goes."""
     chunks: list[Chunk] = []
     open_pieces: list[tuple[int, Range]] = []
     open_nbytes = 0
-    for number, piece in enumerate(pieces(source)):
-        if piece.span not in destination:
+    for number, piece in enumerate(cut(spans)):
+        matching = pairs.get(piece.span)
+        if matching is None:
             continue
-        span, matching = destination[piece.span]
-        shift = matching.offset - span.offset
+        shift = matching.offset - spans[piece.span].offset
         part = Range(piece.storage, piece.offset, matching.storage, piece.offset + shift, piece.nbytes)
         if open_pieces and open_nbytes + piece.nbytes > PIECE_NBYTES:
             chunks.append(_chunk(open_pieces, open_nbytes))
@@ -175,7 +173,8 @@ def _merge(parts: Iterable[Range]) -> list[Range]:
     merged: list[Range] = []
     for part in parts:
         if merged and _touch(merged[-1], part):
-            part = msgspec.structs.replace(merged[-1], nbytes=merged.pop().nbytes + part.nbytes)
+            first = merged.pop()
+            part = msgspec.structs.replace(first, nbytes=first.nbytes + part.nbytes)
         merged.append(part)
     return merged
 

@@ -23,8 +23,7 @@ from modelexpress.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-# How long a withdrawn source waits for its readers to finish. When it is over their reads are cut off, which
-# they survive. Below Kubernetes' default grace period of 30 s, so that SIGTERM ends in time.
+# How long a withdrawn source waits for its readers to finish. When it is over their reads fail. Below Kubernetes' default grace period of 30 s, so that SIGTERM ends in time.
 _DRAIN_S = 20.0
 _DRAIN_POLL_S = 0.02
 
@@ -113,8 +112,8 @@ class WeightSource:
     def withdraw(self) -> None:
         """Become unfindable, let readers finish for a while, and end what is left of them.
 
-        When this returns no process reads the memory in a way that could harm this one, and no reader that
-        is still at it will accept what it got. Safe to call twice.
+        When this returns, no reader that is still at it will accept what it got: the memory may change or go.
+        Safe to call twice.
         """
         with self._lock:
             live, self._live = self._live, None
