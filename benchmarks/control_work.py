@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,13 +60,13 @@ def measure(count: int) -> dict[str, object]:
     source, target = model_of(count), model_of(count)
     clock = Clock()
     for _ in range(ROUNDS):
-        served = clock.time("describe", lambda: described(source))
+        served = clock.time("describe", partial(described, source))
         checksums = checksums_of(served, threads=1)
         offer = clock.time("offer", Offer(served, b"endpoint", checksums).encode)
-        decoded = clock.time("decode", lambda: decode_offer(offer))
+        decoded = clock.time("decode", partial(decode_offer, offer))
         wanted = described(target)
-        plan = clock.time("plan", lambda: plan_transfer(decoded.manifest, wanted))
-        clock.time("verifier", lambda: Verifier(plan, decoded.checksums, "on"))
+        plan = clock.time("plan", partial(plan_transfer, decoded.manifest, wanted))
+        clock.time("verifier", partial(Verifier, plan, decoded.checksums, "on"))
     return {"tensors": count, "offer_bytes": len(offer), "rounds": ROUNDS, "seconds_min": clock.seconds}
 
 

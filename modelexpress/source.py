@@ -23,7 +23,8 @@ from modelexpress.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-# How long a withdrawn source waits for its readers to finish. When it is over their reads fail. Below Kubernetes' default grace period of 30 s, so that SIGTERM ends in time.
+# How long a withdrawn source waits for its readers to finish. When it is over their reads fail. Below
+# Kubernetes' default grace period of 30 s, so that SIGTERM ends in time.
 _DRAIN_S = 20.0
 _DRAIN_POLL_S = 0.02
 
