@@ -71,6 +71,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> object:
     for home, names in _HOMES.items():
         if name in names:

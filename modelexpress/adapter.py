@@ -14,8 +14,8 @@ from torch import nn
 
 from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.checkpoint.index import open_index
-from modelexpress.discovery import FoundTensor, discover, manifest_of, persistent_tensors, torch_dtype
-from modelexpress.errors import CheckpointError, ConfigError
+from modelexpress.discovery import Discovery, FoundTensor, discover, manifest_of, persistent_tensors, torch_dtype
+from modelexpress.errors import CheckpointError, ConfigError, NotAvailable
 from modelexpress.manifest import Manifest, WeightsIdentity
 from modelexpress.plan import plan_checkpoint
 
@@ -58,20 +58,31 @@ class EngineAdapter(ABC):
     def finalize(self, module: nn.Module, *, from_checkpoint: bool) -> None:
         """Make whatever the engine derives from weights, after they are in place."""
 
-    @abstractmethod
+    def tensors(self, module: nn.Module) -> Discovery:
+        """Every tensor of the model that makes up its weights.
+
+        Raises:
+            NotAvailable: the model holds something that cannot travel; names it.
+        """
+        return discover(module)
+
     def manifest(self, module: nn.Module) -> Manifest:
         """Every tensor of the model where it lies now.
 
         Raises:
             NotAvailable: the model holds something that cannot travel; names it.
         """
+        found = self.tensors(module)
+        return manifest_of(found.tensors, found.scalars)
 
 
 class ModuleAdapter(EngineAdapter):
-    """Any `torch.nn.Module`, filled by name: the same rules as a strict `load_state_dict`, and no conversion.
+    """Any `torch.nn.Module`, filled by name: as strict as `load_state_dict`, and without conversion.
 
-    The dtype of a tensor must be the same in the checkpoint and in the module, on every path; a model that
-    should run in another precision is built in the checkpoint's and converted afterwards.
+    Names, not code: a model that saves more than parameters and buffers is refused, and hooks of
+    `load_state_dict` are not called. The dtype of a tensor must be the same in the checkpoint and in the
+    module, on every path; a model that should run in another precision is built in the checkpoint's and
+    converted afterwards.
 
     Args:
         build: makes a fresh module, like the first one. None: a module was passed that cannot be rebuilt.
@@ -126,20 +137,25 @@ class ModuleAdapter(EngineAdapter):
         if from_checkpoint and self._derive is not None:
             self._derive(module)
 
-    def manifest(self, module: nn.Module) -> Manifest:
-        found = discover(module)
-        return manifest_of(found.tensors, found.scalars)
-
 
 class CheckpointModule(nn.Module):
     """A checkpoint's tensors and nothing else: one buffer per tensor, under its own name."""
 
     def allocate(self, layout: Manifest) -> None:
-        """Make an empty tensor for each one in the manifest, instead of what was there."""
+        """Make an empty tensor for each one in the manifest, instead of what was there.
+
+        Raises:
+            NotAvailable: there is not enough memory.
+        """
         self._buffers.clear()
         for spec in layout.tensors:
+            try:
+                fresh = torch.empty(spec.shape, dtype=torch_dtype(spec), device="cpu")
+            except RuntimeError as exc:
+                self._buffers.clear()
+                raise NotAvailable(f"no memory for tensor {spec.name!r} of {spec.nbytes:,} bytes") from exc
             # Names hold dots, which register_buffer refuses and named_buffers allows.
-            self._buffers[spec.name] = torch.empty(spec.shape, dtype=torch_dtype(spec))
+            self._buffers[spec.name] = fresh
 
 
 class CheckpointAdapter(ModuleAdapter):

@@ -20,15 +20,16 @@ from modelexpress.checkpoint.index import CheckpointIndex, open_index
 from modelexpress.checkpoint.observed import ObservedTensors
 from modelexpress.checkpoint.reader import DiskTensors
 from modelexpress.config import Config, resolve_config
+from modelexpress.discovery import manifest_of
 from modelexpress.errors import ConfigError, ModelExpressError, NotAvailable, RegistryError, describe
-from modelexpress.identity import content_of, model_name, module_identity
+from modelexpress.identity import content_of, label, module_identity
 from modelexpress.manifest import NO_STORAGE, Manifest, StorageSpec, content_key
 from modelexpress.model_root import ModelRoot
 from modelexpress.plan import plan_checkpoint
 from modelexpress.registry.base import Registry
 from modelexpress.registry.open import open_registry
 from modelexpress.source import Served, WeightSource
-from modelexpress.strategies.base import Attempt, LoadReport, LoadStrategy, LoadTarget
+from modelexpress.strategies.base import Attempt, LoadReport, LoadStrategy, LoadTarget, Outcome
 from modelexpress.strategies.chain import LoadStrategyChain
 from modelexpress.strategies.disk import DiskCheckpoint
 from modelexpress.strategies.rdma import RdmaFromPeer
@@ -154,7 +155,12 @@ def serve_checkpoint(
     if config.revision is not None:
         keys.append(content_key(*content_of(path, config)))
     manifest, owner = _into_memory(index, config, progress)
-    served = Served(lambda: manifest, owner, tuple(keys), "checkpoint", _label(path, config))
+
+    def rename(revision: str) -> tuple[tuple[str, ...], str]:
+        renamed = replace(config, revision=revision)
+        return (content_key(*content_of(path, renamed)),), label(path, renamed)
+
+    served = Served(lambda: (manifest, owner), tuple(keys), "checkpoint", label(path, config), rename)
     with _source(served, config) as source:
         yield source
 
@@ -171,11 +177,13 @@ def default_chain(config: Config, checkpoint: Path) -> Iterator[LoadStrategyChai
         for name in config.strategies:
             if name == "disk":
                 strategies.append(DiskCheckpoint(checkpoint, threads=config.threads, verify=config.verify))
-            elif config.registry is not None:
+            elif config.registry is None:
+                refused.append(_not_tried(name, "off", "no registry is set"))
+            else:
                 try:
                     strategies.append(_rdma(config, services))
                 except (NotAvailable, RegistryError) as exc:
-                    refused.append(_refusal(name, exc))
+                    refused.append(_not_tried(name, "unavailable", describe(exc)))
         yield LoadStrategyChain(strategies, strict=config.strict, refused=refused)
 
 
@@ -214,14 +222,27 @@ def _rdma(config: Config, services: ExitStack) -> LoadStrategy:
     )
 
 
-def _refusal(strategy: str, reason: ModelExpressError) -> Attempt:
-    return Attempt(strategy=strategy, source=None, outcome="unavailable", error=describe(reason), nbytes=0, seconds=0.0)
+def _not_tried(strategy: str, outcome: Outcome, reason: str) -> Attempt:
+    return Attempt(strategy=strategy, source=None, outcome=outcome, error=reason, nbytes=0, seconds=0.0)
 
 
 def _layout_source(adapter: EngineAdapter, model: nn.Module, checkpoint: Path, config: Config) -> WeightSource:
     keys = (adapter.identity().key,)
-    served = Served(lambda: adapter.manifest(model), model, keys, "layout", _label(checkpoint, config))
+
+    def rename(revision: str) -> tuple[tuple[str, ...], str]:
+        renamed = replace(config, revision=revision)
+        model_now, revision_now = content_of(checkpoint, renamed)
+        identity = msgspec.structs.replace(adapter.identity(), model=model_now, revision=revision_now)
+        return (identity.key,), label(checkpoint, renamed)
+
+    served = Served(lambda: _memory_of(adapter, model), keys, "layout", label(checkpoint, config), rename)
     return _source(served, config)
+
+
+def _memory_of(adapter: EngineAdapter, model: nn.Module) -> tuple[Manifest, object]:
+    found = adapter.tensors(model)
+    # The storages and not the tensors: `model.half()` gives a parameter other memory and frees this one.
+    return manifest_of(found.tensors, found.scalars), [each.tensor.untyped_storage() for each in found.tensors]
 
 
 def _source(served: Served, config: Config) -> WeightSource:
@@ -239,7 +260,7 @@ def _into_memory(
     index: CheckpointIndex, config: Config, progress: Progress | None
 ) -> tuple[Manifest, list[torch.Tensor]]:
     """Each shard's data as one block of memory, and the manifest of it."""
-    blocks = [torch.empty(shard.nbytes - shard.data_offset, dtype=torch.uint8) for shard in index.shards]
+    blocks = [torch.empty(shard.nbytes - shard.data_offset, dtype=torch.uint8, device="cpu") for shard in index.shards]
     kept = [at for at, block in enumerate(blocks) if block.numel()]
     storages = tuple(StorageSpec(blocks[at].numel(), blocks[at].data_ptr(), "cpu") for at in kept)
     tensors = tuple(
@@ -264,16 +285,10 @@ def _into_memory(
     return manifest, blocks
 
 
-def _label(checkpoint: Path, config: Config) -> str:
-    name = config.model_name or model_name(checkpoint)
-    return f"{name}@{config.revision}" if config.revision is not None else name
-
-
 def _path(checkpoint: Checkpoint) -> Path:
-    try:
-        return Path(checkpoint)
-    except TypeError:
-        raise ConfigError(f"checkpoint is a {type(checkpoint).__name__}; give the path of a folder or file") from None
+    if not isinstance(checkpoint, (str, PathLike)) or not str(checkpoint):
+        raise ConfigError(f"checkpoint is {checkpoint!r}; give the path of a folder or file")
+    return Path(checkpoint)
 
 
 def _require_registry(config: Config) -> str:

@@ -11,15 +11,21 @@ import logging
 import os
 import signal
 import sys
+import threading
+import warnings
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from modelexpress.errors import ConfigError, LoadFailed, ModelExpressError, describe
+from modelexpress import __version__
+from modelexpress.errors import ConfigError, LoadFailed, ModelExpressError, describe, printable
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -31,15 +37,19 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="modelexpress",
     help="Get a model's weights into memory: from a peer that serves them, or from disk. Never wrong bytes.",
-    epilog="Every option can also be set by an environment variable: MX_ and its name, like MX_REGISTRY.",
+    epilog="Every setting of a load can also come from an environment variable: MX_ and its name, like MX_REGISTRY.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 _PIPE_WIDTH = 10_000
+_SIGNAL_POLL_S = 0.5
 
-CheckpointArg = Annotated[Path, typer.Argument(help="Folder or file of safetensors.", metavar="CHECKPOINT")]
+# Not checked to be readable: with a revision and a peer it need not be.
+CheckpointArg = Annotated[
+    Path, typer.Argument(help="Folder or file of safetensors.", metavar="CHECKPOINT", readable=False)
+]
 RegistryOpt = Annotated[
     str | None,
     typer.Option(help="Where sources are found: file:///absolute/dir on one host, redis://host:port/db on many."),
@@ -61,6 +71,21 @@ SigningKeyOpt = Annotated[
 ThreadsOpt = Annotated[int | None, typer.Option(help="Parallel lanes. Default: the cores available, at most 8.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 VerboseOpt = Annotated[bool, typer.Option("--verbose", "-v", help="Log each attempt on stderr.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -101,6 +126,7 @@ def load(
         report = api.load_checkpoint(
             checkpoint,
             progress=bar.advance,
+            publish=False,  # this process ends, whatever MX_PUBLISH says
             registry=registry,
             revision=revision,
             model_name=model_name,
@@ -141,14 +167,15 @@ def serve(
 ) -> None:
     """Read a checkpoint into memory and serve its raw tensors to peers, until SIGTERM or SIGINT.
 
-    Prints one line that starts with "ready" when it can be found. A signal withdraws it, lets readers finish
-    for up to 20 seconds, and ends with exit code 0.
+    Prints one line that starts with "ready" when it can be found. After a signal nobody new finds it, those who
+    read it may finish for up to 20 seconds, and it ends with exit code 0. Holds one copy of the checkpoint.
     """
     _log_to_stderr(verbose)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
+    _on_stop_signals(lambda *_: os._exit(0))  # nothing is published or opened yet, and imports swallow exceptions
     from modelexpress import api
 
+    leaving = threading.Event()
+    _on_stop_signals(partial(_leave, leaving))
     bar = _ProgressBar("reading")
     with api.serve_checkpoint(
         checkpoint,
@@ -164,10 +191,11 @@ def serve(
     ) as source:
         bar.close()
         record = source.record
-        size = f"{record.tensors} tensors, {record.nbytes / 1e9:.3f} GB"
-        typer.echo(f"ready {record.label}: {size}, source {record.name}")
-        while True:
-            signal.pause()
+        if not leaving.is_set():
+            size = f"{record.tensors} tensors, {record.nbytes / 1e9:.3f} GB"
+            typer.echo(f"ready {record.label}: {size}, source {record.name}")
+        while not leaving.wait(_SIGNAL_POLL_S):
+            pass
 
 
 @app.command()
@@ -192,7 +220,7 @@ def sources(
         record = each.record
         size = f"{record.nbytes / 1e9:.3f}"
         counts = (str(record.tensors), str(each.readers), str(record.generation))
-        table.add_row(record.name, record.kind, record.label, size, *counts)
+        _add_row(table, record.name, record.kind, record.label, size, *counts)
     _console().print(table if found else "no sources")
 
 
@@ -210,8 +238,9 @@ def inspect(
 ) -> None:
     """Validate a checkpoint and list its tensors; exit 1 with file, tensor and reason when something is wrong.
 
-    The index, every header, and the size of every file are checked without reading weights. Loads and
-    servers compare with recorded checksums from then on, which finds damage that leaves sizes intact.
+    The index, every header, and the size of every file are checked without reading weights. After
+    --record-checksums (which writes modelexpress.checksums.json), `load` and `serve` compare what they read
+    with it: that finds damage which leaves sizes intact.
     """
     from modelexpress.checkpoint import checksums
     from modelexpress.checkpoint.content_digest import content_digest
@@ -237,33 +266,43 @@ def doctor(
     signing_key: SigningKeyOpt = None,
     as_json: JsonOpt = False,
 ) -> None:
-    """Say which ways of loading work on this machine, and why the others do not."""
+    """Say which ways of loading work on this machine, and why the others do not.
+
+    Exits 1 when a registry was named and cannot be used.
+    """
     from modelexpress.config import resolve_config
     from modelexpress.doctor import examine
 
     findings = examine(resolve_config({"registry": registry, "signing_key": signing_key}))
     if as_json:
         _print_json({"findings": findings})
-        return
-    table = _table("what", "state", "detail")
-    for each in findings:
-        table.add_row(each.what, each.state, each.detail)
-    _console().print(table)
+    else:
+        table = _table("what", "state", "detail")
+        for each in findings:
+            _add_row(table, each.what, each.state, each.detail)
+        _console().print(table)
+    if any(each.what == "registry" and each.state == "fails" for each in findings):
+        raise typer.Exit(1)
 
 
 def main() -> NoReturn:
     """Run the command line; the entry point of the `modelexpress` script."""
+    # torch says so at each import where numpy is not installed; nothing here needs it.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         app()
     except ConfigError as exc:
-        _fail(f"error: {exc}", 2)
+        _fail(f"error: {printable(str(exc))}", 2)
     except ModelExpressError as exc:
         _fail(f"error: {describe(exc)}", 1)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit does not flush again
+        _drop_output()
         sys.exit(1)
+    except OSError as exc:
+        _drop_output()
+        _fail(f"error: {describe(exc)}", 1)
     sys.exit(0)
 
 
@@ -273,7 +312,7 @@ class _ProgressBar:
     def __init__(self, what: str) -> None:
         from rich.progress import DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
-        shown = sys.stderr.isatty() and sys.stdout.isatty()
+        shown = _is_terminal(sys.stderr) and _is_terminal(sys.stdout)
         columns = (TextColumn(what), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)
         self._task = self._progress.add_task(what, total=None)
@@ -286,11 +325,19 @@ class _ProgressBar:
         self._progress.stop()
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """First signal: unwind, which withdraws. A second one ends the process at once."""
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_DFL)
+def _leave(leaving: threading.Event, number: int, frame: FrameType | None) -> NoReturn:
+    """First signal: unwind, which withdraws. A second one ends the process at once.
+
+    The event is for the case that the exception is raised in code that cannot pass it on, like a finalizer.
+    """
+    leaving.set()
+    _on_stop_signals(signal.SIG_DFL)
     raise SystemExit(0)
+
+
+def _on_stop_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, handler)
 
 
 def _show_report(report: LoadReport, *, as_json: bool) -> None:
@@ -302,7 +349,7 @@ def _show_report(report: LoadReport, *, as_json: bool) -> None:
         rate = f"{each.nbytes / each.seconds / 1e9:.2f}" if each.nbytes and each.seconds else ""
         gigabytes = f"{each.nbytes / 1e9:.3f}" if each.nbytes else ""
         numbers = (gigabytes, f"{each.seconds:.3f}", rate)
-        table.add_row(each.strategy, each.source or "", each.outcome, *numbers, each.error or "")
+        _add_row(table, each.strategy, each.source or "", each.outcome, *numbers, each.error or "")
     _console().print(table)
     if report.strategy is None:
         typer.echo("nothing was loaded", err=True)
@@ -329,11 +376,11 @@ def _show_index(index: CheckpointIndex, facts: dict[str, str], *, as_json: bool)
     table = _table("tensor", "dtype", "shape", "bytes", "shard")
     for each in tensors:
         shard = shards[each.storage] if each.storage >= 0 else ""
-        table.add_row(each.name, each.dtype, str(list(each.shape)), f"{each.nbytes:,}", shard)
+        _add_row(table, each.name, each.dtype, str(list(each.shape)), f"{each.nbytes:,}", shard)
     _console().print(table)
     typer.echo(f"valid: {len(tensors)} tensors, {index.manifest.nbytes:,} bytes in {len(shards)} files")
     for name, fact in facts.items():
-        typer.echo(f"{name}: {fact}")
+        typer.echo(f"{name}: {printable(fact)}")
 
 
 def _source_row(record: SourceRecord, readers: int) -> dict[str, object]:
@@ -357,9 +404,18 @@ def _table(*columns: str) -> Table:
     return table
 
 
+def _add_row(table: Table, *cells: str) -> None:
+    # As text, not as rich's markup: names come from files and from other people's sources.
+    table.add_row(*(Text(printable(each)) for each in cells))
+
+
 def _console() -> Console:
     # A pipe has no width: nothing is folded there, so that a row stays a line.
-    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+    return Console() if _is_terminal(sys.stdout) else Console(width=_PIPE_WIDTH)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()  # None: the shell closed it
 
 
 def _print_json(value: object) -> None:
@@ -375,4 +431,11 @@ def _log_to_stderr(verbose: bool) -> None:
 
 def _fail(message: str, code: int) -> NoReturn:
     typer.echo(message, err=True)
+    if "--json" in sys.argv[1:]:
+        _print_json({"error": message.removeprefix("error: ")})
     sys.exit(code)
+
+
+def _drop_output() -> None:
+    """Nobody reads standard output, or it is full: let the exit not try to flush it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

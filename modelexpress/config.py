@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ logger = logging.getLogger(__name__)
 STRATEGIES = ("rdma", "disk")
 ENV_PREFIX = "MX_"
 
+_MOST_SECONDS = 366 * 24 * 3600  # far below what clocks and sockets overflow at
 _MOST_LANES = 8  # above this many parallel reads no machine measured so far moved more bytes
 
 
@@ -156,6 +156,7 @@ class _Because(ValueError):
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError
+    value.encode()  # what is no text, like an undecodable byte of the environment, ends here
     return value
 
 
@@ -163,7 +164,7 @@ def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise TypeError
     seconds = float(value)
-    if not math.isfinite(seconds) or seconds <= 0:
+    if not 0 < seconds <= _MOST_SECONDS:  # NaN is neither
         raise ValueError
     return seconds
 
@@ -207,7 +208,7 @@ def _verify(value: object) -> str:
     return str(value)
 
 
-_SECONDS = (_seconds, "a positive number of seconds, like 30")
+_SECONDS = (_seconds, "a positive number of seconds, like 30, of at most a year")
 _COUNT = (_count, "a whole number from 1 to 1024")
 _FLAG = (_flag, "true or false")
 _PARSERS: Mapping[str, tuple[Callable[[object], object], str]] = {

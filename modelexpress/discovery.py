@@ -1,21 +1,23 @@
 """Finds every tensor that a module holds, wherever it hangs, and says what it found as a Manifest.
 
 Parameters and buffers are only part of a served model: engines keep derived tensors as plain attributes,
-in containers, on quantisation objects, on parameters, in closures. A fast path that misses one serves wrong
-tokens, so what cannot be carried is refused by name.
+in containers, on quantisation objects, on parameters, in closures and hooks. A fast path that misses one serves
+wrong tokens, so what cannot be carried is refused by name, and Python values are compared.
 """
 
 from __future__ import annotations
 
+import array
 import functools
+import hashlib
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import torch
-import xxhash
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -35,9 +37,13 @@ Kind = Literal["parameter", "buffer", "attribute"]
 # model but something that a module points to by accident, like a whole engine.
 _MOST_OBJECTS = 2_000_000
 
-# torch's own bookkeeping on a module: `_parameters` and the like are read through torch, hooks hold no weights.
+# torch's own bookkeeping on a module: `_parameters` and the like are read through torch.
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
-_LEAVES = (str, bytes, bool, int, complex, type(None), type, types.ModuleType, torch.dtype, torch.device, torch.Size)
+_HOOKS = tuple(sorted(name for name in _MODULE_INTERNALS if name.endswith(("_hooks", "_hooks_with_kwargs"))))
+_LEAVES = (str, type(None), type, types.ModuleType, torch.dtype, torch.device, torch.Size)
+_LONG = 16  # a container of more numbers than this is compared as a whole
+_NUMBERS = (bool, int, float, complex)
+_KEYS = (str, int, float, bool, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,53 +58,66 @@ class FoundTensor:
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """All that was found, in a deterministic order. `scalars`: floats and small host arrays on modules, as text."""
+    """All that was found, in a deterministic order. `scalars`: numbers and small host arrays, as text."""
 
     tensors: tuple[FoundTensor, ...]
     scalars: tuple[tuple[str, str], ...]
 
 
 def discover(module: nn.Module) -> Discovery:
-    """Every tensor reachable from `module`.
+    """Every tensor and every Python number reachable from `module`.
 
     Raises:
-        NotAvailable: names a tensor in a set, which has no order, or a graph too large to be a model.
+        NotAvailable: names what holds weights in a way that cannot be followed: a set, which has no order, an
+            opaque object of torch, two things under one name, or a graph too large to be a model.
     """
     return _Walk(module).run()
 
 
 def persistent_tensors(module: nn.Module) -> tuple[FoundTensor, ...]:
-    """What a checkpoint must cover: parameters and persistent buffers, each name of a tie."""
-    return tuple(found for found in _registered(module) if found.persistent)
+    """What a checkpoint must cover: parameters and persistent buffers, each name of a tie.
+
+    Raises:
+        NotAvailable: the model saves more than that by code of its own, as a quantised layer does.
+    """
+    found = tuple(each for each in _registered(module) if each.persistent)
+    own = sorted(module.state_dict(keep_vars=True).keys() - {each.name for each in found})
+    if own:
+        shown = ", ".join(own[:5])
+        raise NotAvailable(
+            f"the model saves {len(own)} values that are no parameters or buffers ({shown}); use its own"
+        )
+    return found
 
 
 def manifest_of(found: tuple[FoundTensor, ...], scalars: tuple[tuple[str, str], ...] = ()) -> Manifest:
     """Describe tensors by the storages they look into. The caller keeps them alive and in place.
 
+    Storages that overlap in memory, as two views of one foreign array do, count as one.
+
     Raises:
-        NotAvailable: names a tensor without real memory (meta, sparse, a wrapper subclass), or of a dtype
-            that cannot travel.
+        NotAvailable: names a tensor without real memory (meta, freed, sparse, a wrapper subclass), one that
+            reaches beyond its storage, or one of a dtype that cannot travel.
     """
-    index_of: dict[tuple[str, int], int] = {}
-    storages: list[StorageSpec] = []
+    specs = [_described(each) for each in sorted(found, key=lambda found: found.name)]
+    tensor_of = {each.name: each.tensor for each in found}
+    sizes: dict[tuple[str, int], int] = {}
+    homes: dict[str, tuple[str, int]] = {}
+    for spec in specs:
+        if spec.storage != NO_STORAGE:
+            storage = tensor_of[spec.name].untyped_storage()
+            homes[spec.name] = home = (str(tensor_of[spec.name].device), storage.data_ptr())
+            sizes[home] = max(sizes.get(home, 0), storage.nbytes())
+    merged = _merged(sizes)
+    numbers: dict[StorageSpec, int] = {}
     tensors: list[TensorSpec] = []
-    for each in sorted(found, key=lambda found: found.name):
-        tensor = each.tensor
-        _refuse_unsupported(each.name, tensor)
-        shape, at, offset = tuple(tensor.shape), NO_STORAGE, 0
-        if tensor.numel():
-            storage = tensor.untyped_storage()
-            device = str(tensor.device)
-            at = index_of.setdefault((device, storage.data_ptr()), len(storages))
-            if at == len(storages):
-                storages.append(StorageSpec(storage.nbytes(), storage.data_ptr(), device))
-            offset = int(tensor.storage_offset()) * tensor.element_size()
-        tensors.append(
-            TensorSpec(
-                each.name, at, offset, shape, normal_stride(shape, tensor.stride()), dtype_name(tensor), each.kind
-            )
-        )
-    return Manifest(tuple(storages), tuple(tensors), scalars)
+    for spec in specs:
+        if spec.storage != NO_STORAGE:
+            home = homes[spec.name]
+            number = numbers.setdefault(merged[home], len(numbers))
+            spec = msgspec.structs.replace(spec, storage=number, offset=spec.offset + home[1] - merged[home].address)
+        tensors.append(spec)
+    return Manifest(tuple(numbers), tuple(tensors), scalars)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -125,6 +144,52 @@ def holds_tensors(value: object, *, besides: nn.Module) -> bool:
     return any(isinstance(each, (torch.Tensor, nn.Module)) for _, each in _graph("", value, {id(besides)}))
 
 
+def slots_of(value: object) -> Iterator[tuple[str, types.MemberDescriptorType]]:
+    """The `__slots__` of an object, by name: attributes that its `__dict__` does not show."""
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            member = cls.__dict__.get(name)
+            if isinstance(member, types.MemberDescriptorType):
+                yield name, member
+
+
+def _described(found: FoundTensor) -> TensorSpec:
+    """One tensor as it lies in its own torch storage, which is number 0 here."""
+    tensor = found.tensor
+    try:
+        _refuse_unsupported(found.name, tensor)
+        shape = tuple(tensor.shape)
+        empty = tensor.numel() == 0
+        offset = 0 if empty else int(tensor.storage_offset()) * tensor.element_size()
+        stride = normal_stride(shape, tensor.stride())
+        spec = TensorSpec(found.name, NO_STORAGE if empty else 0, offset, shape, stride, dtype_name(tensor), found.kind)
+        storage = tensor.untyped_storage()
+        if not empty and (storage.data_ptr() == 0 or spec.offset + spec.nbytes > storage.nbytes()):
+            raise NotAvailable(
+                f"tensor {found.name!r}: it needs {spec.offset + spec.nbytes:,} bytes of a storage that has "
+                f"{storage.nbytes():,} at {storage.data_ptr():#x}; its memory was freed, shrunk, or never there"
+            )
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as exc:
+        raise NotAvailable(f"tensor {found.name!r}: torch cannot say where it lies: {exc}") from exc
+    return spec
+
+
+def _merged(sizes: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], StorageSpec]:
+    """The storage that each (device, address) belongs to, where those that overlap count as one."""
+    merged: dict[tuple[str, int], StorageSpec] = {}
+    group: list[tuple[str, int]] = []
+    end = 0
+    for home in [*sorted(sizes), ("", -1)]:
+        if group and (home[0] != group[0][0] or home[1] >= end):
+            device, start = group[0]
+            merged.update(dict.fromkeys(group, StorageSpec(end - start, start, device)))
+            group, end = [], 0
+        group.append(home)
+        end = max(end, home[1] + sizes.get(home, 0))
+    return merged
+
+
 def _refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
     reason = None
     if tensor.is_meta:
@@ -140,15 +205,28 @@ def _refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
 
 
 def _registered(module: nn.Module) -> Iterator[FoundTensor]:
-    for prefix, each in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
+    for prefix, each in _paths(module):
         for name, parameter in each._parameters.items():
             if parameter is not None:
-                yield FoundTensor(dot + name, parameter, "parameter", persistent=True)
+                yield FoundTensor(prefix + name, parameter, "parameter", persistent=True)
         for name, buffer in each._buffers.items():
             if buffer is not None:
                 persistent = name not in each._non_persistent_buffers_set
-                yield FoundTensor(dot + name, buffer, "buffer", persistent)
+                yield FoundTensor(prefix + name, buffer, "buffer", persistent)
+
+
+def _paths(module: nn.Module, prefix: str = "", above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Every path to every submodule, shared ones under each of their names; paths end with a dot.
+
+    Raises:
+        NotAvailable: a module contains itself, so its paths have no end.
+    """
+    if any(each is module for each in above):
+        raise NotAvailable(f"module {prefix.rstrip('.')!r} contains itself; its tensors have no end of names")
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _paths(child, f"{prefix}{name}.", (*above, module))
 
 
 class _Walk:
@@ -162,80 +240,92 @@ class _Walk:
 
     def run(self) -> Discovery:
         for name, each in list(self._found.items()):
-            self._walk_attributes(f"{name}.", vars(each.tensor))
+            self._walk(f"{name}.", vars(each.tensor).items())
         for prefix, each in self._module.named_modules():
             self._walk_module(f"{prefix}." if prefix else "", each)
         return Discovery(tuple(self._found.values()), tuple(sorted(self._scalars.items())))
 
     def _walk_module(self, dot: str, module: nn.Module) -> None:
-        own = {name: value for name, value in vars(module).items() if name not in _MODULE_INTERNALS}
-        for name, value in own.items():
-            text = _scalar_text(value)
-            if text is not None:
-                self._scalars[dot + name] = text
-        self._walk_attributes(dot, own)
+        own = [(name, value) for name, value in _attributes(module) if name not in _MODULE_INTERNALS]
+        self._walk(dot, own)
+        for kind in _HOOKS:
+            # By position: torch numbers hooks over the whole process, so ids differ between two of them.
+            hooks = getattr(module, kind).values()
+            self._walk(dot, ((f"{kind}[{at}]", hook) for at, hook in enumerate(list(hooks)) if callable(hook)))
 
-    def _walk_attributes(self, dot: str, attributes: Mapping[str, object]) -> None:
-        for name, value in attributes.items():
+    def _walk(self, dot: str, attributes: Iterable[tuple[str, object]]) -> None:
+        for name, value in attributes:
             for path, each in _graph(dot + name, value, self._seen):
                 self._add(path, each)
 
     def _add(self, path: str, value: object) -> None:
         if isinstance(value, torch.Tensor):
-            self._found.setdefault(path, FoundTensor(path, value, "attribute", persistent=False))
+            self._add_tensor(FoundTensor(path, value, "attribute", persistent=False))
         elif isinstance(value, nn.Module):
             for inner in _registered(value):
-                name = f"{path}.{inner.name}"
-                self._found.setdefault(name, FoundTensor(name, inner.tensor, inner.kind, persistent=False))
+                self._add_tensor(FoundTensor(f"{path}.{inner.name}", inner.tensor, inner.kind, persistent=False))
             fresh = [(name, each) for name, each in value.named_modules() if id(each) not in self._seen or not name]
             self._seen.update(id(each) for _, each in fresh)
             for name, each in fresh:
                 self._walk_module(f"{path}.{name}." if name else f"{path}.", each)
+        else:
+            text = _scalar_text(value)
+            if self._scalars.setdefault(path, text) != text:
+                raise NotAvailable(f"two values hang on the model under one name, {path!r}")
+
+    def _add_tensor(self, found: FoundTensor) -> None:
+        if self._found.setdefault(found.name, found).tensor is not found.tensor:
+            raise NotAvailable(f"two tensors hang on the model under one name, {found.name!r}")
 
 
 def _graph(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, object]]:
-    """Tensors and modules reachable from `value` with their paths; never twice, never through a module.
+    """Tensors, modules, numbers and arrays reachable from `value` with their paths; never through a module.
 
-    Tensors are yielded under every path that reaches them (each may be a tie); other objects are visited once.
+    Tensors and numbers are yielded under every path that reaches them; other objects are visited once.
     """
     pending = [(path, value)]
     while pending:
         path, value = pending.pop()
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, (torch.Tensor, *_NUMBERS)) or _is_array(value):
             yield path, value
             continue
-        if isinstance(value, (*_LEAVES, float)) or id(value) in seen:
+        if isinstance(value, _LEAVES) or id(value) in seen:
             continue
+        if isinstance(value, torch.ScriptObject):
+            raise NotAvailable(f"{path!r} is an opaque {type(value).__name__} of torch, which may hold weights")
         seen.add(id(value))
         if len(seen) > _MOST_OBJECTS:
             raise NotAvailable(f"more than {_MOST_OBJECTS:,} objects hang on the model, last seen at {path!r}")
         if isinstance(value, nn.Module):
             yield path, value
             continue
-        pending.extend(reversed(list(_children(path, value))))
+        pending.extend(reversed(list(_children(path, value, seen))))
 
 
-def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
+def _children(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, object]]:
     """What one object refers to, by name. Properties are never called; weak references are not followed."""
-    if isinstance(value, Mapping):
-        if isinstance(value, (dict, types.MappingProxyType)):
-            yield from ((f"{path}[{key!r}]", each) for key, each in list(value.items()))
+    if isinstance(value, (dict, types.MappingProxyType)):
+        for at, (key, each) in enumerate(list(value.items())):
+            yield f"{path}[{repr(key) if isinstance(key, _KEYS) else f'#{at}'}]", each
     elif isinstance(value, (list, tuple, deque)):
         yield from ((f"{path}[{at}]", each) for at, each in enumerate(list(value)))
     elif isinstance(value, (set, frozenset)):
-        if any(isinstance(each, torch.Tensor) for each in value):
-            raise NotAvailable(f"{path!r} is a set of tensors, which has no order; use a list")
+        if any(isinstance(each, (torch.Tensor, nn.Module)) for member in value for _, each in _graph("", member, seen)):
+            raise NotAvailable(f"{path!r} is a set that holds tensors, and a set has no order; use a list")
     elif isinstance(value, functools.partial):
-        yield from ((f"{path}.{name}", each) for name, each in (("args", value.args), ("keywords", value.keywords)))
-    elif isinstance(value, types.MethodType):
+        yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+    elif isinstance(value, (types.MethodType, types.BuiltinMethodType)):
         yield f"{path}.__self__", value.__self__
+        yield f"{path}.__func__", getattr(value, "__func__", None)
     elif isinstance(value, types.FunctionType):
-        yield from _closure(path, value)
-    elif hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
-        yield from ((f"{path}.{name}", each) for name, each in _attributes(value))
+        yield from _function(path, value)
+    yield from ((f"{path}.{name}", each) for name, each in _attributes(value))
 
 
-def _closure(path: str, function: types.FunctionType) -> Iterator[tuple[str, object]]:
+def _function(path: str, function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    """What a function keeps: defaults and closure. Globals belong to its module, and not to the model."""
+    yield f"{path}.__defaults__", function.__defaults__
+    yield f"{path}.__kwdefaults__", function.__kwdefaults__
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f"{path}.<closure>.{name}", cell.cell_contents
@@ -244,21 +334,31 @@ def _closure(path: str, function: types.FunctionType) -> Iterator[tuple[str, obj
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
-    yield from list(getattr(value, "__dict__", {}).items())
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            member = cls.__dict__.get(name)
-            if isinstance(member, types.MemberDescriptorType):
-                try:
-                    yield name, member.__get__(value)
-                except AttributeError:  # a slot that was never set
-                    continue
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from list(attributes.items())
+    for name, member in slots_of(value):
+        try:
+            yield name, member.__get__(value)
+        except AttributeError:  # a slot that was never set
+            continue
 
 
-def _scalar_text(value: object) -> str | None:
-    if isinstance(value, float):
+def _is_array(value: object) -> bool:
+    """Bytes, an array, or a long table of numbers: compared as a whole, not number by number."""
+    if isinstance(value, (bytes, bytearray, array.array)):
+        return True
+    if type(value) in (list, tuple, dict) and len(value) > _LONG:  # type: ignore[arg-type]
+        members = value.values() if isinstance(value, dict) else value
+        return all(type(each) in _NUMBERS for each in members)  # type: ignore[attr-defined]
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+
+
+def _scalar_text(value: object) -> str:
+    if isinstance(value, _NUMBERS):
         return repr(value)
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        return f"{type(value).__name__} {getattr(value, 'shape', ())} {xxhash.xxh3_64_hexdigest(value.tobytes())}"
-    return None
+    if isinstance(value, (bytes, bytearray)):
+        data = bytes(value)
+    else:
+        data = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
+    return f"{type(value).__name__} {getattr(value, 'shape', len(data))} sha256:{hashlib.sha256(data).hexdigest()[:16]}"

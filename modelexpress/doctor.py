@@ -24,7 +24,7 @@ class Finding(msgspec.Struct, frozen=True):
     """One thing that was tried."""
 
     what: str
-    state: Literal["works", "missing", "off"]
+    state: Literal["works", "fails", "off"]
     detail: str
 
 
@@ -42,16 +42,15 @@ def _findings(config: Config) -> Iterator[Finding]:
     yield _registry(config)
     yield _cross_memory_attach()
     yield _shared_memory()
-    yield Finding("gms", "missing", "the memory service is not in this version")
 
 
 def _tried(what: str, run: Callable[[], str]) -> Finding:
     try:
         return Finding(what, "works", run())
     except metadata.PackageNotFoundError as exc:
-        return Finding(what, "missing", f"{exc.name} is not installed; pip install 'modelexpress[{exc.name}]'")
+        return Finding(what, "fails", f"{exc.name} is not installed; pip install 'modelexpress[{exc.name}]'")
     except ModelExpressError as exc:
-        return Finding(what, "missing", describe(exc))
+        return Finding(what, "fails", describe(exc))
 
 
 def _try_nixl(config: Config) -> str:
@@ -72,7 +71,7 @@ def _registry(config: Config) -> Finding:
     def look() -> str:
         registry = registry_of(config)
         try:
-            return f"{redact(config.registry or '')}: {len(registry.find(None))} sources"
+            return f"{redact(config.registry or '')}: sources: {len(registry.find(None))}"
         finally:
             registry.close()
 
@@ -104,7 +103,7 @@ def _cross_memory_attach() -> Finding:
     if moved == len(secret) and copy.raw == secret.raw:
         return Finding("rdma: same-host copies", "works", "cross-memory attach is allowed between our processes")
     reason = os.strerror(-moved) if moved < 0 else f"{moved} bytes copied"
-    return Finding("rdma: same-host copies", "missing", f"cross-memory attach: {reason}; peers on this host use TCP")
+    return Finding("rdma: same-host copies", "fails", f"cross-memory attach: {reason}; peers on this host use TCP")
 
 
 def _process_vm_readv(pid: int, source: int, target: int, nbytes: int) -> int:
@@ -121,6 +120,6 @@ def _process_vm_readv(pid: int, source: int, target: int, nbytes: int) -> int:
 def _shared_memory() -> Finding:
     shm = Path("/dev/shm")
     if not shm.is_dir():
-        return Finding("shared memory", "missing", "/dev/shm is not mounted")
+        return Finding("shared memory", "fails", "/dev/shm is not mounted")
     usage = shutil.disk_usage(shm)
     return Finding("shared memory", "works", f"/dev/shm: {usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free")

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from modelexpress.strategies.base import LoadReport
 
 
+_LONGEST = 4000  # characters of one reason
+
+
 class ModelExpressError(Exception):
     """Base of everything modelexpress raises on purpose."""
 
@@ -77,10 +80,20 @@ class LoadFailed(ModelExpressError):
 
 def describe(exc: BaseException) -> str:
     """One line for logs and reports: our own messages as they are, foreign ones with their type."""
-    text = " ".join(str(exc).split()) or "no message"
+    try:
+        text = printable(" ".join(str(exc).split())) or "no message"
+    except Exception:  # noqa: BLE001 - a foreign exception's __str__ must not hide that it was raised
+        text = "its message cannot be shown"
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}... ({len(text):,} characters)"
     if isinstance(exc, ModelExpressError):
         return f"{type(exc).__name__}: {text}"
     return f"{type(exc).__module__}.{type(exc).__qualname__}: {text}"
+
+
+def printable(text: str) -> str:
+    """Text that any terminal, log and JSON file can hold: control characters and broken UTF-8 escaped."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def release_frames(exc: BaseException, *, outer: BaseException | None) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from modelexpress.checkpoint.content_digest import content_digest
 from modelexpress.checkpoint.index import open_index
 from modelexpress.config import Config
-from modelexpress.errors import CheckpointError, NotAvailable
+from modelexpress.errors import CheckpointError, ConfigError, NotAvailable, printable
 from modelexpress.manifest import WeightsIdentity
 
 _HUB_FOLDER = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)/snapshots/[^/]+$")
@@ -19,10 +20,18 @@ _MODULE_LAYOUT_VERSION = "1"
 
 def model_name(checkpoint: Path) -> str:
     """The hub's name of a model in the hub's cache, else the folder's or file's own name."""
-    in_hub = _HUB_FOLDER.search(str(checkpoint.absolute()))
-    if in_hub is not None:
-        return f"{in_hub['org']}/{in_hub['name']}"
-    return checkpoint.absolute().name
+    path = os.path.abspath(checkpoint)  # without `..`, by which two models would have one name
+    in_hub = _HUB_FOLDER.search(path)
+    name = f"{in_hub['org']}/{in_hub['name']}" if in_hub is not None else os.path.basename(path)
+    if not name:
+        raise ConfigError(f"{checkpoint} has no name of its own; give model_name with the revision")
+    return printable(name)
+
+
+def label(checkpoint: Path, config: Config) -> str:
+    """What people call these weights."""
+    name = config.model_name or model_name(checkpoint)
+    return f"{name}@{config.revision}" if config.revision is not None else name
 
 
 def content_of(checkpoint: Path, config: Config) -> tuple[str, str]:

@@ -8,7 +8,6 @@ never a tensor, so it can be sent, stored and compared. Nothing here imports tor
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Literal
@@ -139,9 +138,16 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return (last + 1) * DTYPE_NBYTES[self.dtype]
 
     @property
-    def element_nbytes(self) -> int:
-        """Bytes of the elements alone. Equal to `nbytes` where the elements lie without gaps."""
-        return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
+    def is_dense(self) -> bool:
+        """Whether the elements fill their bytes exactly: contiguous up to the order of dimensions."""
+        step = 1
+        for stride, size in sorted(
+            (stride, size) for stride, size in zip(self.stride, self.shape, strict=True) if size > 1
+        ):
+            if stride != step:
+                return False
+            step *= size
+        return True
 
     @property
     def is_contiguous(self) -> bool:

@@ -11,14 +11,14 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import nn
 
-from modelexpress.discovery import holds_tensors
+from modelexpress.discovery import holds_tensors, slots_of
 from modelexpress.errors import ConfigError, ModelExpressError, RecoveryFailed, in_flight, release_frames
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,8 @@ class ModelRoot:
         """Free everything behind the root, build afresh, and put the fresh state on the same object.
 
         Keeps the object, its class, what the engine set on it, its hooks and its training mode. What the
-        engine set is dropped where it holds tensors or modules of its own: it may be the old ones. Call it
+        engine set is dropped where it holds tensors or modules of its own: it may be the old ones. Everything
+        below the root (its children's hooks and modes, `requires_grad`) is as `initialize` makes it. Call it
         with no exception in flight that you caught: a traceback keeps its frames, and they keep parameters.
 
         Raises:
@@ -110,7 +111,7 @@ class ModelRoot:
         outer = in_flight()
         kept = _Kept.of(self.module)
         old = [weakref.ref(parameter) for parameter in self.module.parameters()]
-        self.module.__dict__.clear()
+        _empty(self.module)
         self.dirt = Dirt.ANYTHING
         _free_memory()
         alive = sum(ref() is not None for ref in old)
@@ -123,7 +124,7 @@ class ModelRoot:
             )
         failure = None
         try:
-            fresh = _build(initialize, type(self.module))
+            fresh = _build(initialize, self.module)
         except Exception as exc:  # noqa: BLE001 - whatever the engine's constructor raises is the caller's to see
             release_frames(exc, outer=outer)
             failure = exc
@@ -177,14 +178,31 @@ class _Kept:
         for name, value in self._attributes.items():
             vars(fresh).setdefault(name, value)
         object.__setattr__(module, "__dict__", vars(fresh))
+        if type(module) is not type(fresh):
+            object.__setattr__(module, "__class__", type(fresh))
+        for _, member in slots_of(fresh):
+            with suppress(AttributeError):
+                member.__set__(module, member.__get__(fresh))
         if module.training != self._training:
             module.train(self._training)
 
 
-def _build(initialize: Callable[[], nn.Module], expected: type[nn.Module]) -> nn.Module:
+def _empty(module: nn.Module) -> None:
+    module.__dict__.clear()
+    for _, member in slots_of(module):
+        with suppress(AttributeError):  # a slot that was never set
+            member.__delete__(module)
+
+
+def _build(initialize: Callable[[], nn.Module], root: nn.Module) -> nn.Module:
     fresh = initialize()
-    if type(fresh) is not expected:
-        raise ConfigError(f"the model was a {expected.__name__} and is built as a {type(fresh).__name__} now")
+    if fresh is root:
+        raise ConfigError("what builds the model returned the one that failed; it must build a new one each time")
+    was, now = type(root), type(fresh)
+    # Parametrisations, traced graphs and factories make a class for each model: one that is called the same and
+    # has the same bases is the same but for that, and the root takes it over.
+    if now is not was and (now.__qualname__, now.__bases__) != (was.__qualname__, was.__bases__):
+        raise ConfigError(f"the model was a {was.__name__} and is built as a {now.__name__} now")
     return fresh
 
 

@@ -44,8 +44,9 @@ class TransferPlan(msgspec.Struct, frozen=True):
     Attributes:
         chunks: in the order of the source, so that a file is read front to back.
         strided: target tensors whose elements are not in file order; they are read one by one and copied.
-        compared: tensors whose target memory another name fills too. They are read once more when all is
-            written, and must hold what is there: a tie whose two copies differ is an error, not a choice.
+        compared: tensors whose target memory another name, or another of their own elements, fills too. They
+            are read once more when all is written, and must hold what is there: a tie whose two copies differ
+            is an error, not a choice.
     """
 
     source: Manifest
@@ -80,7 +81,7 @@ def plan_transfer(source: Manifest, target: Manifest) -> TransferPlan:
     """Pair every span of the target with the span of the same tensors in the source.
 
     For models in the same layout: names, shapes, strides, dtypes, ties and scalars must be equal on both
-    sides. How tensors are grouped into storages may differ.
+    sides. How tensors are grouped into storages may differ. Every byte of a span must belong to a tensor.
 
     Raises:
         ManifestMismatch: lists the first five differences of each kind and the totals; nothing was written.
@@ -101,6 +102,11 @@ def plan_transfer(source: Manifest, target: Manifest) -> TransferPlan:
         if matching is None or _inner_layout(span, theirs) != _inner_layout(matching, ours):
             differences.add("shared memory differs", f"{min(span.names)} with {', '.join(sorted(span.names))}")
             continue
+        if not any(theirs[name].is_dense and theirs[name].nbytes == span.nbytes for name in span.names):
+            # Copying the span would copy what lies between the elements, too, and that may be somebody else's.
+            differences.add(
+                "strided with gaps or overlaps, which a one-sided read cannot follow", ", ".join(span.names)
+            )
         pairs[index] = matching
     differences.raise_if_any()
     return TransferPlan(source, target, _chunks(spans, pairs))
@@ -123,14 +129,14 @@ def plan_checkpoint(source: Manifest, target: Manifest) -> TransferPlan:
     compared: list[str] = []
     for span in target.spans():
         present = [name for name in span.names if name in theirs]
-        covering = [name for name in present if ours[name].element_nbytes == ours[name].nbytes == span.nbytes]
+        covering = [name for name in present if ours[name].is_dense and ours[name].nbytes == span.nbytes]
         direct = next((name for name in covering if ours[name].is_contiguous), None)
         if direct is not None:
             filled[direct] = span
             compared.extend(name for name in present if name != direct)
         elif covering or len(present) == len(span.names):
             strided.extend(present)
-            compared.extend(present if len(present) > 1 else ())
+            compared.extend(present if len(present) > 1 or not covering else ())
         else:
             differences.missing.extend(name for name in span.names if name not in theirs)
     differences.missing.extend(t.name for t in target.tensors if t.storage == NO_STORAGE and t.name not in theirs)
@@ -224,7 +230,7 @@ class _Differences:
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
                 self.add(
-                    "a Python value differs and cannot travel",
+                    "Python values that differ and cannot travel",
                     f"{name}: target {ours.get(name, 'absent')}, source {theirs.get(name, 'absent')}",
                 )
 

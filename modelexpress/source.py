@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import logging
 import os
 import socket
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from modelexpress.digest import checksums_of
-from modelexpress.errors import ModelExpressError, RegistryError
+from modelexpress.errors import ConfigError, ModelExpressError, RegistryError
 from modelexpress.manifest import Manifest
 from modelexpress.offer import Offer
 from modelexpress.registry.base import Registry, SourceKind, SourceRecord
@@ -31,16 +32,17 @@ _DRAIN_POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is published: a function that describes the memory as it lies now, and what it is found by.
+    """What is published, and what it is found by.
 
-    `owner` is kept for as long as the source lives, so that the memory is too.
+    `describe` says where the memory lies now, and gives what keeps exactly that memory alive. `rename` gives
+    keys and label for the same weights at another revision.
     """
 
-    manifest: Callable[[], Manifest]
-    owner: object
+    describe: Callable[[], tuple[Manifest, object]]
     keys: tuple[str, ...]
     kind: SourceKind
     label: str
+    rename: Callable[[str], tuple[tuple[str, ...], str]]
 
 
 class WeightSource:
@@ -75,6 +77,9 @@ class WeightSource:
         self._source_id = uuid.uuid4().hex
         self._generation = 0
         self._live: _Publication | None = None
+        self._updates = 0
+        self._names = set(served.keys)
+        self._broken = False
         self._lock = threading.Lock()
 
     @property
@@ -105,10 +110,9 @@ class WeightSource:
         with self._lock:
             if self._live is not None:
                 raise ModelExpressError(f"{self._served.label} is published already; withdraw it first")
-            self._generation += 1
-            self._live = self._start()
-            atexit.register(self.withdraw)
-            return self._live.record
+            if self._updates:
+                raise ModelExpressError(f"{self._served.label} is being updated; it is published when that ends")
+            return self._publish()
 
     def withdraw(self) -> None:
         """Become unfindable, let readers finish for a while, and end what is left of them.
@@ -117,21 +121,41 @@ class WeightSource:
         Safe to call twice.
         """
         with self._lock:
-            live, self._live = self._live, None
-            atexit.unregister(self.withdraw)
-            # A forked child has a copy of this object, and neither the thread nor the right to withdraw.
-            if live is not None and live.record.pid == os.getpid():
-                live.stop()
+            self._broken = self._updates > 0  # an update that is still running must not publish again
+            self._stop()
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self, revision: str) -> Iterator[None]:
         """Change the weights inside this block: withdrawn before it, published as a new generation after it.
 
-        A block that raises leaves the source withdrawn.
+        Other weights need another name, or a replica that asks for the old ones would get the new: targets find
+        them by `revision` from now on. Blocks may be nested or run in several threads; the weights are
+        published when the last one ends, under its revision. A block that raises leaves the source withdrawn.
+
+        Raises:
+            ModelExpressError: on entry, when nothing is published that could be updated.
+            ConfigError: on entry, when the weights were published under this revision before.
         """
-        self.withdraw()
-        yield
-        self.publish()
+        with self._lock:
+            if self._live is None and not self._updates:
+                raise ModelExpressError(f"{self._served.label} is not published; publish it when it is final")
+            if not revision or not self._names.isdisjoint(self._served.rename(revision)[0]):
+                raise ConfigError(f"revision {revision!r} names other weights of this source; give a new one")
+            self._updates += 1
+            self._stop()
+        try:
+            yield
+            self._rename(revision)
+        except BaseException:
+            self._broken = True
+            raise
+        finally:
+            with self._lock:
+                self._updates -= 1
+                if not self._updates:
+                    broken, self._broken = self._broken, False
+                    if not broken:
+                        self._publish()
 
     def __enter__(self) -> WeightSource:
         self.publish()
@@ -142,8 +166,27 @@ class WeightSource:
     ) -> None:
         self.withdraw()
 
+    def _publish(self) -> SourceRecord:
+        self._generation += 1
+        self._live = self._start()
+        atexit.register(self.withdraw)
+        return self._live.record
+
+    def _rename(self, revision: str) -> None:
+        keys, label = self._served.rename(revision)
+        with self._lock:
+            self._names.update(keys)
+            self._served = dataclasses.replace(self._served, keys=keys, label=label)
+
+    def _stop(self) -> None:
+        live, self._live = self._live, None
+        atexit.unregister(self.withdraw)
+        # A forked child has a copy of this object, and neither the thread nor the right to withdraw.
+        if live is not None and live.record.pid == os.getpid():
+            live.stop()
+
     def _start(self) -> _Publication:
-        manifest = self._served.manifest()
+        manifest, memory = self._served.describe()
         with ExitStack() as opened:
             registry = opened.enter_context(closing(self._open_registry()))
             transport = opened.enter_context(closing(self._open_transport()))
@@ -151,7 +194,7 @@ class WeightSource:
             checksums = checksums_of(manifest, threads=self._threads) if self._checksums else b""
             offer = Offer(manifest, registration.endpoint, checksums).encode()
             record = registry.publish(self._record_for(manifest, transport.name), offer)
-            return _Publication(registry, record, offer, opened.pop_all(), self._lease_ttl_s)
+            return _Publication(registry, record, offer, memory, opened.pop_all(), self._lease_ttl_s)
 
     def _record_for(self, manifest: Manifest, transport: str) -> SourceRecord:
         return SourceRecord(
@@ -178,12 +221,14 @@ class _Publication:
         registry: Registry,
         record: SourceRecord,
         offer: bytes,
+        memory: object,
         opened: ExitStack,
         lease_ttl_s: float,
     ) -> None:
         self.record = record
         self._registry = registry
         self._offer = offer
+        self._memory = memory
         self._opened = opened
         self._lease_ttl_s = lease_ttl_s
         self._ended = threading.Event()
@@ -191,12 +236,13 @@ class _Publication:
         self._thread.start()
 
     def stop(self) -> None:
-        """Withdraw, drain, end the reads; in this order."""
+        """Stop offering, let readers finish, withdraw, end what is left of the reads; in this order."""
         self._ended.set()
         self._thread.join()
         try:
-            self._registry.withdraw(self.record)
+            self.record = self._registry.retire(self.record, self._offer)
             self._drain()
+            self._registry.withdraw(self.record)
         except RegistryError as exc:
             self._outwait(exc)
         finally:
@@ -211,7 +257,11 @@ class _Publication:
 
     def _drain(self) -> None:
         give_up = time.monotonic() + _DRAIN_S
+        renew_at = time.monotonic() + self._lease_ttl_s / 3
         while (readers := self._registry.readers(self.record)) and time.monotonic() < give_up:
+            if time.monotonic() > renew_at:
+                self._registry.renew(self.record, self._offer)
+                renew_at += self._lease_ttl_s / 3
             time.sleep(_DRAIN_POLL_S)
         if readers:
             logger.warning("ended %d reads of source %s after %.0f s", readers, self.record.name, _DRAIN_S)

@@ -197,7 +197,7 @@ def test_strict_stops_at_the_first_failure():
         strict=True,
     )
 
-    with pytest.raises(LoadFailed, match=r"1 attempts.*nothing here"):
+    with pytest.raises(LoadFailed, match=r"attempts: 1.*nothing here"):
         chain.run(Engine().target())
 
 

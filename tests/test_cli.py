@@ -174,10 +174,72 @@ def test_recorded_checksums_find_a_flipped_bit_in_a_file(tmp_path):
     assert unverified.returncode == 0
 
 
+def test_doctor_exits_1_when_the_registry_cannot_be_used(tmp_path):
+    (tmp_path / "file").touch()
+
+    assert modelexpress("doctor", "--registry", f"file://{tmp_path}/file").returncode == 1
+
+
+def test_version():
+    assert modelexpress("--version").stdout == "0.1.0\n"
+
+
+def test_names_from_files_are_text_and_not_markup(tmp_path):
+    file = write_file(tmp_path / "[odd].safetensors", {"a[/b]": raw("F32", 1), "esc\x1b[31m": raw("F32", 1)})
+
+    done = modelexpress("inspect", file)
+
+    assert done.returncode == 0, done.stderr
+    assert "a[/b]" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-"])
+def test_a_closed_stream_does_not_fail_the_load(checkpoint, redirection):
+    line = f"{sys.executable} -m modelexpress load {checkpoint} {redirection}"
+
+    assert subprocess.run(line, shell=True, capture_output=True, timeout=60).returncode == 0
+
+
+def test_a_full_disk_behind_stdout_is_an_error_and_no_traceback(checkpoint):
+    line = f"{sys.executable} -m modelexpress load {checkpoint} --json > /dev/full"
+
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 1
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_json_errors_are_json(checkpoint):
+    done = modelexpress("load", checkpoint, "--verify", "maybe", "--json")
+
+    assert done.returncode == 2
+    assert "on, off or sampled" in json.loads(done.stdout)["error"]
+
+
+def test_a_checkpoint_larger_than_the_memory_is_an_error_and_no_traceback(tmp_path):
+    size = 1 << 50
+    header = f'{{"w":{{"dtype":"U8","shape":[{size}],"data_offsets":[0,{size}]}}}}'.encode()
+    file = tmp_path / "huge.safetensors"
+    with file.open("wb") as out:
+        out.write(len(header).to_bytes(8, "little") + header)
+        try:
+            out.truncate(8 + len(header) + size)
+        except OSError:
+            pytest.fail("this file system holds no sparse file of 1 PiB")
+
+    done = modelexpress("load", file)
+
+    assert done.returncode == 1
+    assert "no memory for tensor 'w'" in done.stderr
+
+
 def test_doctor_says_what_works(registry):
     done = modelexpress("doctor", "--registry", registry, "--json", MX_SIGNING_KEY="hush-hush")
 
     states = {each["what"]: each["state"] for each in json.loads(done.stdout)["findings"]}
+    assert done.returncode == 0
     assert states["disk"] == "works"
     assert states["rdma: nixl"] == "works"
     assert states["registry"] == "works"

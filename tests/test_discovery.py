@@ -1,8 +1,10 @@
 """Every tensor a module holds is found under a name that both ends agree on, or refused by name."""
 
 import functools
-from collections import deque
+from collections import ChainMap, UserDict, deque
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -50,6 +52,13 @@ def test_ties_share_a_storage_and_persistent_tensors_name_both():
         (lambda w: [{"deep": [w]}], "cache[0]['deep'][0]"),
         (lambda w: functools.partial(torch.add, w), "cache.args[0]"),
         (lambda w: lambda x: x + w, "cache.<closure>.w"),
+        (lambda w: lambda x, y=w: x + y, "cache.__defaults__[0]"),
+        (lambda w: lambda x, *, y=w: x + y, "cache.__kwdefaults__['y']"),
+        (lambda w: w.matmul, "cache.__self__"),
+        (lambda w: UserDict(k=w), "cache.data['k']"),
+        (lambda w: ChainMap({"k": w}), "cache.maps[0]['k']"),
+        (lambda w: {nn.Identity(): w}, "cache[#0]"),
+        (lambda w: type("Named", (list,), {})([1, w]), "cache[1]"),
         (lambda w: Slotted(), "cache.scale"),
         (lambda w: w, "cache"),
     ],
@@ -71,6 +80,15 @@ def test_tensors_on_parameters_and_on_modules_in_lists_are_found():
     assert {"weight.scale", "experts[0].weight", "experts[0].extra"} <= names(module)
 
 
+def test_hooks_are_named_by_their_place():
+    module = nn.Linear(2, 2)
+    w = torch.ones(1)
+    module.register_forward_hook(lambda *_: None)
+    module.register_forward_hook(lambda *_: w)
+
+    assert "_forward_hooks[1].<closure>.w" in names(module)
+
+
 def test_cycles_and_bound_methods_of_the_model_end():
     module = nn.Sequential(nn.Linear(2, 2))
     module[0].parent = [module]
@@ -81,21 +99,90 @@ def test_cycles_and_bound_methods_of_the_model_end():
     assert names(module) == {"0.weight", "0.bias"}
 
 
-def test_python_floats_are_scalars_and_other_values_are_not():
-    module = nn.LayerNorm(2)
+def test_python_numbers_and_arrays_are_compared_and_names_are_not():
+    module = nn.Module()
     module.k_scale = 0.25
-    module.layers = 3
+    module.layers = [3, True]
     module.name = "x"
+    module.options = UserDict(beta=2j)
+    module.table = bytearray(b"ab")
 
-    assert dict(discover(module).scalars) == {"eps": "1e-05", "k_scale": "0.25"}
+    scalars = dict(discover(module).scalars)
+
+    assert scalars.pop("table").startswith("bytearray 2 sha256:")
+    assert scalars == {"k_scale": "0.25", "layers[0]": "3", "layers[1]": "True", "options.data['beta']": "2j"}
 
 
-def test_a_set_of_tensors_has_no_order_and_is_refused():
+def test_a_long_table_of_numbers_is_one_value():
+    module, other = nn.Module(), nn.Module()
+    module.table, other.table = list(range(1000)), [*range(999), 0]
+
+    (one,), (two,) = discover(module).scalars, discover(other).scalars
+
+    assert one[0] == two[0] == "table"
+    assert one[1] != two[1]
+
+
+@pytest.mark.parametrize("member", [torch.ones(1), (torch.ones(1), 2)])
+def test_a_set_that_holds_tensors_has_no_order_and_is_refused(member):
     module = nn.Linear(2, 2)
-    module.cache = {torch.ones(1)}
+    module.cache = {member}
 
-    with pytest.raises(NotAvailable, match="'cache' is a set of tensors"):
+    with pytest.raises(NotAvailable, match="'cache' is a set that holds tensors"):
         discover(module)
+
+
+def test_one_name_for_two_tensors_is_refused():
+    module = nn.Linear(2, 2)
+    module.__dict__["a.b"] = torch.ones(1)
+    module.a = SimpleNamespace(b=torch.ones(1))
+
+    with pytest.raises(NotAvailable, match=r"two tensors hang on the model under one name, 'a\.b'"):
+        discover(module)
+
+
+def test_a_module_that_contains_itself_is_refused():
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].add_module("loop", module)
+
+    with pytest.raises(NotAvailable, match=r"'0\.loop' contains itself"):
+        discover(module)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_an_opaque_object_is_refused():
+    class Pair(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    module = nn.Linear(2, 2)
+    module.packed = torch.jit.script(Pair())._c
+
+    with pytest.raises(NotAvailable, match="'packed' is an opaque"):
+        discover(module)
+
+
+def test_freed_and_shrunk_memory_is_refused_by_name():
+    """Reading or writing it would be reading or writing somebody else's."""
+    for nbytes in (0, 4):
+        module = nn.Linear(2, 2, bias=False)
+        module.weight.untyped_storage().resize_(nbytes)
+
+        with pytest.raises(NotAvailable, match="'weight': it needs 16 bytes of a storage that has"):
+            manifest(module)
+
+
+def test_two_storages_over_one_memory_count_as_one():
+    array = np.zeros(12, dtype=np.uint8)
+    module = nn.Module()
+    module.register_buffer("left", torch.from_numpy(array[:8]))
+    module.register_buffer("right", torch.from_numpy(array[4:]))
+
+    described = manifest(module)
+
+    assert [(each.storage, each.offset) for each in described.tensors] == [(0, 0), (0, 4)]
+    assert described.storages[0].nbytes == 12
+    assert len(described.spans()) == 1
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,11 @@ def test_another_content_is_not_served(checkpoint, registry, tmp_path):
     assert loaded_bytes(report) == expected(other)
 
 
-def test_no_registry_means_disk_and_the_report_says_nothing_else(checkpoint):
-    report = modelexpress.load_checkpoint(checkpoint)
+def test_no_registry_means_disk_and_the_report_says_so(checkpoint):
+    report = modelexpress.load_checkpoint(checkpoint, strict=True)
 
-    assert outcomes(report) == [("disk", "loaded")]
+    assert outcomes(report) == [("rdma", "off"), ("disk", "loaded")]
+    assert report.attempts[0].error == "no registry is set"
     assert loaded_bytes(report) == expected()
 
 

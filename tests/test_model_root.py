@@ -166,6 +166,48 @@ def test_initialize_that_raises_is_the_cause_and_the_memory_is_free():
     assert root.dirt == Dirt.ANYTHING
 
 
+def test_slots_do_not_survive():
+    class Slotted(nn.Module):
+        __slots__ = ("turned", "unset")
+
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(2, 3))
+            self.turned = self.w.t()
+
+    model = Slotted()
+    old = weakref.ref(model.w)
+
+    ModelRoot(model).reset(Slotted)
+
+    assert old() is None
+    assert model.turned.data_ptr() == model.w.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_class_made_for_each_model_is_taken_over():
+    def parametrised():
+        return nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+
+    def local():
+        class Local(nn.Linear):
+            pass
+
+        return Local(2, 2)
+
+    for build in (parametrised, local):
+        model = build()
+        ModelRoot(model).reset(build)
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_a_builder_that_hands_out_the_old_model_is_named():
+    model = TinyModel()
+
+    with pytest.raises(RecoveryFailed, match="must build a new one each time"):
+        ModelRoot(model).reset(lambda: model)
+
+
 def test_another_class_is_refused():
     with pytest.raises(RecoveryFailed, match="was a TinyModel and is built as a Linear"):
         ModelRoot(TinyModel()).reset(lambda: nn.Linear(1, 1))

@@ -34,12 +34,12 @@ class Blocks:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
         """A contiguous tensor of its own on the host, with any bytes in it."""
         if nbytes < _SMALL_NBYTES:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         block = self._take(nbytes)
         lease = memoryview(block)[:nbytes]
         weakref.finalize(lease, self._spare.append, block).atexit = False
         storage = torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
 
     def close(self) -> None:
         """Give back what is spare. Tensors that were handed out stay as they are."""

@@ -63,6 +63,9 @@ _IMPOSTORS = (
 )
 
 
+_MAX_DIMENSIONS = 64  # torch's own limit; also keeps the product of sizes cheap
+
+
 class Entry(msgspec.Struct, frozen=True):
     """One tensor of one file: `begin` and `end` in bytes from the start of the data. dtype by our name."""
 
@@ -144,6 +147,8 @@ def _checked_entry(name: str, info: object) -> Entry:
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"data_offsets {list(offsets)} are not [begin, end] with begin <= end")
     begin, end = offsets
+    if len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"shape has {len(shape):,} dimensions, and torch has at most {_MAX_DIMENSIONS}")
     if math.prod(size or 1 for size in shape) >= 1 << 60:
         raise ValueError(f"shape {list(shape)} overflows")
     bits = math.prod(shape) * _BITS[dtype]

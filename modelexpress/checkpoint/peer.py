@@ -33,7 +33,7 @@ class PeerTensors(CheckpointTensors):
         chosen = [spec for spec in self.manifest.tensors if wanted is None or spec.name in wanted]
         chosen.sort(key=lambda spec: (spec.storage, spec.offset, spec.name))
         for block in _blocks(chosen):
-            fresh = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec)) for spec in block}
+            fresh = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec), device="cpu") for spec in block}
             here = manifest_of(tuple(FoundTensor(name, each, "parameter", True) for name, each in fresh.items()))
             there = Manifest(self.manifest.storages, tuple(sorted(block, key=lambda spec: spec.name)))
             self.read(plan_checkpoint(there, here))

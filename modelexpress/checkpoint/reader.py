@@ -216,7 +216,7 @@ class _Destination:
 
     def _host(self) -> torch.Tensor:
         if self._buffer is None:
-            self._buffer = torch.empty(PIECE_NBYTES, dtype=torch.uint8, pin_memory=True)
+            self._buffer = torch.empty(PIECE_NBYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         return self._buffer
 
 

@@ -12,6 +12,7 @@ import hmac
 import logging
 import math
 import random
+import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import Annotated, Literal, NamedTuple
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 # A record of a few hundred bytes is normal. An offer needs about 150 bytes a tensor: 20,000 tensors make
 # 3 MB, and 100,000 make 15 MB.
 MAX_RECORD_NBYTES = 16 * 1024
+_RETIRING_S = 0.05
 MAX_OFFER_NBYTES = 256 * 1024 * 1024
 
 SourceKind = Literal["layout", "checkpoint"]
@@ -159,6 +161,29 @@ class Registry(ABC):
         if len(offer) > MAX_OFFER_NBYTES or hashlib.sha256(offer).hexdigest() != record.offer_digest:
             raise NotAvailable(f"the offer of source {record.name} is not the one its record names; it is ignored")
         return offer
+
+    def retire(self, record: SourceRecord, offer: bytes) -> SourceRecord:
+        """Stop offering what `publish` returned, and let those who read it finish. Withdraw it after that.
+
+        Returns the record as stored from now on: nobody finds it by a key, and `confirms` still knows it.
+        """
+        return self.publish(msgspec.structs.replace(record, keys=()), offer)
+
+    def confirms(self, record: SourceRecord) -> bool:
+        """Whether the generation that `record` names is still there, offered or retired: its bytes are good."""
+        if self.stands(record):
+            return True
+        if self._is_retired(record):
+            return True
+        time.sleep(_RETIRING_S)  # retiring puts one record in the place of another; for a moment there is neither
+        return self._is_retired(record)
+
+    def _is_retired(self, record: SourceRecord) -> bool:
+        wanted = (record.source_id, record.generation, record.offer_digest)
+        stored = (self._accept(each) for each in self._search(None) if each.source_id == record.source_id)
+        return any(
+            each is not None and (each.source_id, each.generation, each.offer_digest) == wanted for each in stored
+        )
 
     @abstractmethod
     def stands(self, record: SourceRecord) -> bool:

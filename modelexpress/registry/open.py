@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -59,4 +60,4 @@ def _directory(url: str) -> Path:
         raise ConfigError(f"registry URL {redact(url)!r} does not name an absolute directory here; {_ACCEPTED}")
     if parts.query or parts.fragment:
         raise ConfigError(f"registry URL {redact(url)!r}: write ? as %3F and # as %23 in a path; {_ACCEPTED}")
-    return Path(path)
+    return Path(os.path.normpath(path))

@@ -14,7 +14,7 @@ from modelexpress.adapter import EngineAdapter
 from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.model_root import Dirt, ModelRoot
 
-Outcome = Literal["loaded", "failed", "unavailable"]
+Outcome = Literal["loaded", "failed", "unavailable", "off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,10 @@ class TransferStats:
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One try. `error` is text, never an exception: those keep frames, and frames keep parameters."""
+    """One try. Outcome "off" is a way that nobody set up here, and no failure.
+
+    `error` is text, never an exception: those keep frames, and frames keep parameters.
+    """
 
     strategy: str
     source: str | None

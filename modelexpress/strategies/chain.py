@@ -20,7 +20,7 @@ class LoadStrategyChain:
         strategies: what can work on this machine; whoever builds the chain leaves out the rest.
         strict: stop at the first attempt that does not deliver.
         refused: what was left out, with the reason. It stands first in the report, and a strict chain
-            stops at it.
+            stops at it, unless it is "off".
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LoadStrategyChain:
         started = time.monotonic()
         attempts = list(self.refused)
         for strategy in self.strategies:
-            if attempts and (self.strict or attempts[-1].outcome == "loaded"):
+            if self._ended(attempts):
                 break
             self._try_sources(strategy, target, attempts)
         delivered = attempts[-1] if attempts and attempts[-1].outcome == "loaded" else None
@@ -58,6 +58,10 @@ class LoadStrategyChain:
         if delivered is None:
             raise LoadFailed(_summary(report), report)
         return report
+
+    def _ended(self, attempts: Sequence[Attempt]) -> bool:
+        tried = [each for each in attempts if each.outcome != "off"]
+        return bool(tried) and (self.strict or tried[-1].outcome == "loaded")
 
     def _try_sources(self, strategy: LoadStrategy, target: LoadTarget, attempts: list[Attempt]) -> None:
         """Append the attempts of one strategy, the last of which may have delivered."""
@@ -128,7 +132,7 @@ def _log(attempt: Attempt) -> None:
 
 
 def _summary(report: LoadReport) -> str:
-    return f"no strategy could load the model ({len(report.attempts)} attempts): {_reasons(report.attempts)}"
+    return f"no strategy could load the model (attempts: {len(report.attempts)}): {_reasons(report.attempts)}"
 
 
 def _reasons(attempts: Sequence[Attempt]) -> str:

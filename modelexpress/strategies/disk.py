@@ -10,7 +10,7 @@ from modelexpress.checkpoint.index import open_index
 from modelexpress.checkpoint.observed import ObservedTensors
 from modelexpress.checkpoint.reader import DiskTensors
 from modelexpress.digest import Verify
-from modelexpress.errors import CheckpointError, ManifestMismatch
+from modelexpress.errors import CheckpointError, ManifestMismatch, printable
 from modelexpress.strategies.base import LoadSource, LoadStrategy, LoadTarget, TransferStats, load_raw, raw_tolerance
 
 
@@ -35,7 +35,7 @@ class DiskCheckpoint(LoadStrategy):
 
 class _Folder(LoadSource):
     def __init__(self, checkpoint: Path, target: LoadTarget, *, threads: int, verify: Verify) -> None:
-        self.name = str(checkpoint)
+        self.name = printable(str(checkpoint))
         self.tolerates = raw_tolerance(target.adapter)
         self._checkpoint = checkpoint
         self._threads = threads

@@ -100,7 +100,7 @@ class _PeerSession:
 
     def confirm(self) -> None:
         """The bytes are good only if the generation that was read still stands now that the read is over."""
-        if not self._registry.stands(self._record):
+        if not self._registry.confirms(self._record):
             raise TransferFailed(
                 f"source {self._record.name} changed or withdrew generation {self._record.generation} while it was "
                 "read; its bytes are not used"

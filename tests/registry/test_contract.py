@@ -165,6 +165,23 @@ def test_renewing_while_it_is_withdrawn_never_brings_it_back(registry, other, re
         assert not other.stands(sealed)
 
 
+def test_retired_source_is_not_offered_and_is_still_confirmed_until_it_is_withdrawn(registry, other, record):
+    """Readers that are at it may finish, nobody new begins, and an older generation is never confirmed."""
+    stored = registry.publish(record, b"offer")
+    retired = registry.retire(stored, b"offer")
+
+    assert all(other.find(key) == [] for key in stored.keys)
+    assert not other.stands(stored)
+    assert other.confirms(stored)
+    assert not other.confirms(msgspec.structs.replace(stored, generation=stored.generation + 1))
+    with pytest.raises(NotAvailable), other.reading(stored, lease_s=5):
+        pass
+
+    registry.withdraw(retired)
+
+    assert not other.confirms(stored)
+
+
 def test_leases_are_counted_while_they_are_held(registry, other, record):
     sealed = registry.publish(record, b"offer")
 
