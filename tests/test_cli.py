@@ -219,15 +219,12 @@ def test_json_errors_are_json(checkpoint):
 
 
 def test_a_checkpoint_larger_than_the_memory_is_an_error_and_no_traceback(tmp_path):
-    size = 1 << 50
+    size = 4 << 40
     header = f'{{"w":{{"dtype":"U8","shape":[{size}],"data_offsets":[0,{size}]}}}}'.encode()
     file = tmp_path / "huge.safetensors"
     with file.open("wb") as out:
         out.write(len(header).to_bytes(8, "little") + header)
-        try:
-            out.truncate(8 + len(header) + size)
-        except OSError:
-            pytest.fail("this file system holds no sparse file of 1 PiB")
+        out.truncate(8 + len(header) + size)
 
     done = modelexpress("load", file)
 

@@ -109,8 +109,23 @@ def test_strided_tensor_counts_the_bytes_between_its_elements():
     column = TensorSpec("column", 0, 2, (4, 3), (8, 1), "bfloat16", "parameter")
 
     assert column.nbytes == (3 * 8 + 2 + 1) * 2
-    assert column.element_nbytes == 24
     assert not column.is_contiguous
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "dense"),
+    [
+        ((4, 3), (3, 1), True),
+        ((4, 3), (1, 4), True),
+        ((2, 1, 3), (3, 1, 1), True),
+        ((), (), True),
+        ((4, 3), (8, 1), False),
+        ((4, 3), (0, 1), False),
+        ((2, 2, 2), (1, 1, 5), False),
+    ],
+)
+def test_dense_means_that_elements_fill_their_bytes(shape, stride, dense):
+    assert TensorSpec("t", 0, 0, shape, stride, "uint8", "buffer").is_dense is dense
 
 
 @pytest.mark.parametrize(
