@@ -105,7 +105,7 @@ def test_a_failed_load_exits_1_with_the_reasons(tmp_path):
     report = json.loads(done.stdout)
     assert done.returncode == 1
     assert report["strategy"] is None
-    assert "missing" in report["attempts"][0]["error"]
+    assert "missing" in report["attempts"][-1]["error"]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_recorded_checksums_find_a_flipped_bit_in_a_file(tmp_path):
 
     assert checked.returncode == loaded.returncode == 1
     assert "tensor b" in checked.stderr
-    assert "VerificationFailed: tensor b" in json.loads(loaded.stdout)["attempts"][0]["error"]
+    assert "VerificationFailed: tensor b" in json.loads(loaded.stdout)["attempts"][-1]["error"]
     assert unverified.returncode == 0
 
 

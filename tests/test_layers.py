@@ -70,7 +70,8 @@ def imports_of(path: Path) -> set[str]:
             continue
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("modelexpress"):
             base = node.module.removeprefix("modelexpress").lstrip(".")
-            names.update({base} if base in LEVELS else {f"{base}.{each.name}".lstrip(".") for each in node.names})
+            imported = {f"{base}.{each.name}".lstrip(".") for each in node.names} - {"__version__"}
+            names.update({base} if base in LEVELS else imported)
     return names
 
 
