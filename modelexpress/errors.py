@@ -9,6 +9,8 @@ ModelExpressError
     TransferFailed             bytes were moving
     VerificationFailed         bytes arrived, and they are wrong
   RegistryError                registry unreachable after retries, or a record is unusable
+  GmsError                     the memory service: protocol or state violation, no memory, not running
+    StaleGeneration            the generation that was read is not there any more
   RecoveryFailed               the model could not be rebuilt: do not go on
   LoadFailed                   every attempt failed; carries the LoadReport
 
@@ -64,6 +66,14 @@ class VerificationFailed(StrategyError):
 
 class RegistryError(ModelExpressError):
     """The registry did not answer after retries, or what it holds cannot be used."""
+
+
+class GmsError(ModelExpressError):
+    """The memory service cannot be reached, refused, or broke its protocol."""
+
+
+class StaleGeneration(GmsError):
+    """The generation that this process read is not there any more; what replaced it has other bytes."""
 
 
 class RecoveryFailed(ModelExpressError):
