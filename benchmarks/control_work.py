@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from modelexpress.adapter import CheckpointModule
 from modelexpress.digest import Verifier, checksums_of
@@ -33,7 +34,8 @@ def model_of(count: int) -> CheckpointModule:
     module = CheckpointModule()
     for number in range(count):
         name = f"model.layers.{number // 100}.experts.{number % 100}.weight"
-        module._buffers[name] = torch.empty(TENSOR_NBYTES, dtype=torch.uint8)
+        empty = torch.empty(TENSOR_NBYTES, dtype=torch.uint8)
+        module._parameters[name] = nn.Parameter(empty, requires_grad=False)
     return module
 
 

@@ -30,7 +30,7 @@ def shards(checkpoint: Path) -> list[Path]:
 
 def holds_the_files_bytes(report: modelexpress.LoadReport, checkpoint: Path) -> bool:
     """Whether the model has exactly the tensors of the files, byte for byte, as the reference library reads them."""
-    loaded = dict(report.model.named_buffers()) if report.model is not None else {}
+    loaded = dict(report.model.named_parameters()) if report.model is not None else {}
     seen = 0
     for file in shards(checkpoint):
         with safe_open(file, framework="pt") as stored:

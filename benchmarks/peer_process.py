@@ -12,42 +12,60 @@ from types import TracebackType
 
 
 class PeerProcess:
-    """`modelexpress serve` (or another command that prints a line starting with "ready") while the block runs."""
+    """`modelexpress serve` (or another command that prints a line starting with `ready`) while the block runs."""
 
-    def __init__(self, command: list[str], *, ready_within_s: float = 120.0) -> None:
+    def __init__(self, command: list[str], *, ready: str = "ready", ready_within_s: float = 120.0) -> None:
         self._command = command
+        self._ready = ready
         self._ready_within_s = ready_within_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self.ready_line = ""
 
     @classmethod
     def serve(cls, checkpoint: Path, registry: str, *options: str) -> PeerProcess:
         command = [sys.executable, "-m", "modelexpress", "serve", str(checkpoint), "--registry", registry, *options]
         return cls(command)
 
+    def start(self) -> None:
+        """Begin, without waiting; the block starts what was not started."""
+        if self._process is None:
+            # A demo's or benchmark's sources talk over this machine's loopback only.
+            environment = {"UCX_NET_DEVICES": "lo", **os.environ}
+            self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, env=environment)
+
     def __enter__(self) -> PeerProcess:
-        # A demo's or benchmark's sources talk over this machine's loopback only.
-        environment = {"UCX_NET_DEVICES": "lo", **os.environ}
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, env=environment)
-        stdout = self._process.stdout
+        self.start()
+        stdout = self._running.stdout
         assert stdout is not None
         readable, _, _ = select.select([stdout], [], [], self._ready_within_s)
-        line = stdout.readline() if readable else b""
-        if not line.startswith(b"ready"):
+        self.ready_line = stdout.readline().decode().strip() if readable else ""
+        if not readable or not self.ready_line.startswith(self._ready):
             self._stop()
-            raise SystemExit(f"{' '.join(self._command)} did not become ready: {line.decode().strip()!r}")
+            raise SystemExit(f"{' '.join(self._command)} did not become ready: {self.ready_line!r}")
         return self
 
     @property
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError("the process was not started")
+        return self._process
+
+    @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._running.pid
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        return self._running.poll()
 
     def wait(self, timeout_s: float = 30.0) -> int:
         """Wait for the end; returns the exit code."""
-        return self._process.wait(timeout_s)
+        return self._running.wait(timeout_s)
 
     def kill(self) -> None:
         """SIGKILL, as a crash or the memory killer would."""
-        self._process.kill()
-        self._process.wait()
+        self._running.kill()
+        self._running.wait()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -55,12 +73,13 @@ class PeerProcess:
         self._stop()
 
     def _stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        process = self._running
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
             try:
-                self._process.wait(30)
+                process.wait(30)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+                process.kill()
+                process.wait()
+        if process.stdout is not None:
+            process.stdout.close()

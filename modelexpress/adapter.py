@@ -139,7 +139,7 @@ class ModuleAdapter(EngineAdapter):
 
 
 class CheckpointModule(nn.Module):
-    """A checkpoint's tensors and nothing else: one buffer per tensor, under its own name."""
+    """A checkpoint's tensors and nothing else: one parameter per tensor, under its own name."""
 
     def allocate(self, layout: Manifest) -> None:
         """Make an empty tensor for each one in the manifest, instead of what was there.
@@ -147,15 +147,15 @@ class CheckpointModule(nn.Module):
         Raises:
             NotAvailable: there is not enough memory.
         """
-        self._buffers.clear()
+        self._parameters.clear()
         for spec in layout.tensors:
             try:
                 fresh = torch.empty(spec.shape, dtype=torch_dtype(spec), device="cpu")
             except RuntimeError as exc:
-                self._buffers.clear()
+                self._parameters.clear()
                 raise NotAvailable(f"no memory for tensor {spec.name!r} of {spec.nbytes:,} bytes") from exc
-            # Names hold dots, which register_buffer refuses and named_buffers allows.
-            self._buffers[spec.name] = fresh
+            # Names hold dots, which register_parameter refuses and named_parameters allows.
+            self._parameters[spec.name] = nn.Parameter(fresh, requires_grad=False)
 
 
 class CheckpointAdapter(ModuleAdapter):

@@ -21,7 +21,10 @@ from modelexpress.checkpoint.observed import ObservedTensors
 from modelexpress.checkpoint.reader import DiskTensors
 from modelexpress.config import Config, resolve_config
 from modelexpress.discovery import manifest_of
-from modelexpress.errors import ConfigError, ModelExpressError, NotAvailable, RegistryError, describe
+from modelexpress.errors import ConfigError, GmsError, ModelExpressError, NotAvailable, RegistryError, describe
+from modelexpress.gms.client import Imported, Staging, Where, open_session
+from modelexpress.gms.memory import HostMemory
+from modelexpress.gms.weights import publish_model
 from modelexpress.identity import content_of, label, module_identity
 from modelexpress.manifest import NO_STORAGE, Manifest, StorageSpec, content_key
 from modelexpress.model_root import ModelRoot
@@ -32,6 +35,7 @@ from modelexpress.source import Served, WeightSource
 from modelexpress.strategies.base import Attempt, LoadReport, LoadStrategy, LoadTarget, Outcome
 from modelexpress.strategies.chain import LoadStrategyChain
 from modelexpress.strategies.disk import DiskCheckpoint
+from modelexpress.strategies.gms import GmsImport
 from modelexpress.strategies.rdma import RdmaFromPeer
 from modelexpress.transport import Transport
 
@@ -81,7 +85,7 @@ def load(
 
 
 def load_checkpoint(checkpoint: Checkpoint, *, progress: Progress | None = None, **options: object) -> LoadReport:
-    """Load a checkpoint's tensors as they are; the report's model has one buffer for each.
+    """Load a checkpoint's tensors as they are; the report's model has one parameter for each.
 
     Raises: as `load`.
     """
@@ -89,6 +93,45 @@ def load_checkpoint(checkpoint: Checkpoint, *, progress: Progress | None = None,
     path = _path(checkpoint)
     adapter = CheckpointAdapter(path, lambda: module_identity(path, config))
     return load_root(adapter, adapter.initialize, path, config, progress=progress)
+
+
+def keep_checkpoint(checkpoint: Checkpoint, *, progress: Progress | None = None, **options: object) -> tuple[int, int]:
+    """Put a checkpoint's raw tensors into the memory service of `gms=`; returns its generation and its bytes.
+
+    Models that are filled by name import it, by its content digest, or by `revision` where one is given. The
+    files are read into this process first, and moved tensor by tensor.
+
+    Raises:
+        ConfigError: an option is wrong, or gms is missing.
+        LoadFailed: the files are wrong.
+        NotAvailable, GmsError: the service is not there, or has no memory left.
+    """
+    config = resolve_config(options)
+    if config.gms is None:
+        raise ConfigError("gms is not set; give the socket of the memory service")
+    path = _path(checkpoint)
+    open_index(path)  # what is wrong with the files is said before anything else
+    identity = module_identity(path, config)
+    adapter = CheckpointAdapter(path, lambda: identity)
+    files = DiskCheckpoint(path, threads=config.threads, verify=config.verify)
+    target = LoadTarget(adapter, ModelRoot(adapter.initialize()), progress)
+    where = Where(config.gms, identity.content_key, answer_s=config.connect_timeout_s)
+    granted = open_session(where, "RW", HostMemory(), wait_s=config.connect_timeout_s)
+    with closing(granted):
+        report = LoadStrategyChain([files]).run(target)
+        if isinstance(granted, Imported) or report.model is None:
+            raise GmsError("the memory service let a session read that asked to stage")
+        kept = publish_model(
+            granted,
+            adapter,
+            report.model,
+            kind="checkpoint",
+            label=label(path, config),
+            checksums=config.verify != "off",
+            threads=config.threads,
+        )
+        kept.close()
+    return kept.generation, report.nbytes
 
 
 def load_root(
@@ -105,15 +148,50 @@ def load_root(
     """
     with default_chain(config, checkpoint) as chain:
         report = chain.run(LoadTarget(adapter, ModelRoot(root()), progress))
-    if not config.publish or report.model is None:
-        return report
-    source = _layout_source(adapter, report.model, checkpoint, config)
+        gms = next((each for each in chain.strategies if isinstance(each, GmsImport)), None)
+        imported = gms.imported if gms is not None else None
+        broken = any(each.strategy == "gms" and each.outcome == "failed" for each in report.attempts)
+        if config.publish and config.gms is not None and not (imported or broken) and report.model is not None:
+            staging = gms.staging if gms is not None else None
+            imported = _keep_in_service(adapter, report.model, config.gms, staging, checkpoint, config)
+    publication = None
+    if config.publish and config.registry is not None and report.model is not None:
+        publication = _offer_to_peers(adapter, report.model, checkpoint, config)
+    return replace(report, imported=imported, publication=publication)
+
+
+def _keep_in_service(
+    adapter: EngineAdapter, model: nn.Module, path: str, staging: Staging | None, checkpoint: Path, config: Config
+) -> Imported | None:
+    """Move a loaded model into the memory service, unless its weights are there by now. The load stands either way."""
+    try:
+        where = Where(path, adapter.identity().key, answer_s=config.connect_timeout_s)
+        granted = staging or open_session(where, "RW_OR_RO", HostMemory(), wait_s=0.0)
+        if isinstance(granted, Imported):
+            granted.close()
+            return None
+        return publish_model(
+            granted,
+            adapter,
+            model,
+            kind="layout",
+            label=label(checkpoint, config),
+            checksums=config.verify != "off",
+            threads=config.threads,
+        )
+    except Exception as exc:  # noqa: BLE001 - whatever it is, the model is loaded and right
+        logger.warning("the model is loaded, and the memory service could not keep it: %s", describe(exc))
+        return None
+
+
+def _offer_to_peers(adapter: EngineAdapter, model: nn.Module, checkpoint: Path, config: Config) -> WeightSource | None:
+    source = _layout_source(adapter, model, checkpoint, config)
     try:
         source.publish()
     except ModelExpressError as exc:
         logger.warning("the model is loaded, and could not be published: %s", describe(exc))
-        return report
-    return replace(report, publication=source)
+        return None
+    return source
 
 
 @contextmanager
@@ -177,6 +255,17 @@ def default_chain(config: Config, checkpoint: Path) -> Iterator[LoadStrategyChai
         for name in config.strategies:
             if name == "disk":
                 strategies.append(DiskCheckpoint(checkpoint, threads=config.threads, verify=config.verify))
+            elif name == "gms" and config.gms is not None:
+                importing = GmsImport(
+                    config.gms,
+                    HostMemory(),
+                    claims=config.publish,
+                    wait_s=config.transfer_timeout_s,
+                    answer_s=config.connect_timeout_s,
+                )
+                strategies.append(services.enter_context(closing(importing)))
+            elif name == "gms":
+                refused.append(_not_tried(name, "off", "no memory service is set"))
             elif config.registry is None:
                 refused.append(_not_tried(name, "off", "no registry is set"))
             else:

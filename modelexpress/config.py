@@ -20,7 +20,7 @@ from modelexpress.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-STRATEGIES = ("rdma", "disk")
+STRATEGIES = ("rdma", "gms", "disk")
 ENV_PREFIX = "MX_"
 
 _MOST_SECONDS = 366 * 24 * 3600  # far below what clocks and sockets overflow at
@@ -36,15 +36,16 @@ class Config:
     """Every setting of a load or a publication.
 
     Attributes:
-        strategies: ways to load, tried in this order: rdma (from a peer), disk.
+        strategies: ways to load, tried in this order: rdma (from a peer), gms (from a memory service), disk.
         registry: where sources are found: file:///absolute/dir, redis://host:port/db or rediss://.
-        gms: socket of a memory service. Not in this version: setting it is an error.
+        gms: socket of a memory service on this host, which keeps weights when engines end.
         revision: names the checkpoint's content, like a commit hash; it must never be reused for other
             bytes. Without it the content is recognised by a digest of the files.
         model_name: goes with `revision`; default: the hub's model name or the folder's name.
         verify: check bytes that came from another process against the checksums of their source: on, off,
             or sampled (one piece in eight). On disk it applies where checksums were recorded.
-        publish: serve the weights to others once they are loaded.
+        publish: serve the weights to others once they are loaded: in the registry, in the memory service, or
+            both, whichever is set.
         strict: fail at the first attempt that does not work, instead of trying the next.
         transfer_timeout_s: seconds for one attempt to move its bytes.
         connect_timeout_s: seconds to reach a registry or a peer.
@@ -98,12 +99,12 @@ def resolve_config(
 
 def _check_together(config: Config) -> None:
     """Settings that are right alone and wrong beside each other."""
-    if config.gms is not None:
-        raise ConfigError("gms is set, and this version has no memory service; leave it out")
-    if config.registry is None and config.publish:
-        raise ConfigError("publish is set and registry is not; sources are published in a registry, like file:///dir")
+    if config.publish and config.registry is None and config.gms is None:
+        raise ConfigError("publish is set, and neither registry nor gms; set where to publish, like file:///dir")
     if config.registry is None and config.strategies == ("rdma",):
         raise ConfigError("strategies is rdma alone and registry is not set; peers are found in a registry")
+    if config.gms is None and config.strategies == ("gms",):
+        raise ConfigError("strategies is gms alone and gms is not set; give the socket of the memory service")
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

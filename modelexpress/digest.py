@@ -15,7 +15,7 @@ import xxhash
 
 from modelexpress.errors import ManifestMismatch, VerificationFailed
 from modelexpress.manifest import Manifest, Piece, cut, pieces
-from modelexpress.memory import device_memory_at, memory_at
+from modelexpress.memory import readable_at
 from modelexpress.plan import Chunk, TransferPlan
 
 if TYPE_CHECKING:
@@ -28,10 +28,7 @@ _SAMPLED_EVERY = 8  # "sampled" checks one piece in eight, chosen at random for 
 
 def checksum_at(address: int, nbytes: int, device: str) -> int:
     """xxh3_64 of `nbytes` at `address`. Device memory is copied to the host first, a piece at a time."""
-    if device == "cpu":
-        return xxhash.xxh3_64_intdigest(memory_at(address, nbytes))
-    host = device_memory_at(address, nbytes, device).cpu()
-    return xxhash.xxh3_64_intdigest(memory_at(host.data_ptr(), nbytes))
+    return xxhash.xxh3_64_intdigest(readable_at(address, nbytes, device))
 
 
 def checksums_of(manifest: Manifest, *, threads: int) -> bytes:

@@ -14,9 +14,8 @@ import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-import msgspec
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -41,8 +40,11 @@ _MOST_OBJECTS = 2_000_000
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 _HOOKS = tuple(sorted(name for name in _MODULE_INTERNALS if name.endswith(("_hooks", "_hooks_with_kwargs"))))
 _LEAVES = (str, type(None), type, types.ModuleType, torch.dtype, torch.device, torch.Size)
+_META_STEP = 1 << 48  # meta storages have no address: far enough apart that no two overlap
 _LONG = 16  # a container of more numbers than this is compared as a whole
 _NUMBERS = (bool, int, float, complex)
+_DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_NBYTES if hasattr(torch, name)}
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _KEYS = (str, int, float, bool, type(None), torch.dtype, torch.device)
 
 
@@ -80,7 +82,7 @@ def persistent_tensors(module: nn.Module) -> tuple[FoundTensor, ...]:
     Raises:
         NotAvailable: the model saves more than that by code of its own, as a quantised layer does.
     """
-    found = tuple(each for each in _registered(module) if each.persistent)
+    found = tuple(each for each in _registered(_paths(module)) if each.persistent)
     own = sorted(module.state_dict(keep_vars=True).keys() - {each.name for each in found})
     if own:
         shown = ", ".join(own[:5])
@@ -90,39 +92,43 @@ def persistent_tensors(module: nn.Module) -> tuple[FoundTensor, ...]:
     return found
 
 
-def manifest_of(found: tuple[FoundTensor, ...], scalars: tuple[tuple[str, str], ...] = ()) -> Manifest:
+def manifest_of(
+    found: tuple[FoundTensor, ...], scalars: tuple[tuple[str, str], ...] = (), *, meta: bool = False
+) -> Manifest:
     """Describe tensors by the storages they look into. The caller keeps them alive and in place.
 
-    Storages that overlap in memory, as two views of one foreign array do, count as one.
+    Storages that overlap in memory, as two views of one foreign array do, count as one. With `meta`, tensors on
+    the meta device are described too, as a layout: their addresses tell them apart and mean nothing.
 
     Raises:
         NotAvailable: names a tensor without real memory (meta, freed, sparse, a wrapper subclass), one that
             reaches beyond its storage, or one of a dtype that cannot travel.
     """
-    specs = [_described(each) for each in sorted(found, key=lambda found: found.name)]
-    tensor_of = {each.name: each.tensor for each in found}
+    ordered = sorted(found, key=lambda found: found.name)
+    places = [_place(each, meta=meta) for each in ordered]
     sizes: dict[tuple[str, int], int] = {}
-    homes: dict[str, tuple[str, int]] = {}
-    for spec in specs:
-        if spec.storage != NO_STORAGE:
-            storage = tensor_of[spec.name].untyped_storage()
-            homes[spec.name] = home = (str(tensor_of[spec.name].device), storage.data_ptr())
-            sizes[home] = max(sizes.get(home, 0), storage.nbytes())
+    for place in places:
+        if place is not None:
+            sizes[place.home] = max(sizes.get(place.home, 0), place.storage_nbytes)
     merged = _merged(sizes)
     numbers: dict[StorageSpec, int] = {}
     tensors: list[TensorSpec] = []
-    for spec in specs:
-        if spec.storage != NO_STORAGE:
-            home = homes[spec.name]
-            number = numbers.setdefault(merged[home], len(numbers))
-            spec = msgspec.structs.replace(spec, storage=number, offset=spec.offset + home[1] - merged[home].address)
-        tensors.append(spec)
+    for each, place in zip(ordered, places, strict=True):
+        number, offset = NO_STORAGE, 0
+        if place is not None:
+            storage = merged[place.home]
+            number = numbers.setdefault(storage, len(numbers))
+            offset = place.offset + place.home[1] - storage.address
+        tensor = each.tensor
+        shape = tuple(tensor.shape)
+        stride = normal_stride(shape, tensor.stride())
+        tensors.append(TensorSpec(each.name, number, offset, shape, stride, dtype_name(tensor), each.kind))
     return Manifest(tuple(numbers), tuple(tensors), scalars)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """torch's name for the dtype without the prefix, as manifests spell it: "bfloat16"."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _DTYPE_NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
@@ -154,25 +160,35 @@ def slots_of(value: object) -> Iterator[tuple[str, types.MemberDescriptorType]]:
                 yield name, member
 
 
-def _described(found: FoundTensor) -> TensorSpec:
-    """One tensor as it lies in its own torch storage, which is number 0 here."""
+class _Place(NamedTuple):
+    """Where a tensor begins: `offset` bytes into the storage at `home`, a device and an address there."""
+
+    home: tuple[str, int]
+    offset: int
+    storage_nbytes: int
+
+
+def _place(found: FoundTensor, *, meta: bool) -> _Place | None:
+    """None for a tensor without elements, which lies nowhere."""
     tensor = found.tensor
     try:
-        _refuse_unsupported(found.name, tensor)
-        shape = tuple(tensor.shape)
-        empty = tensor.numel() == 0
-        offset = 0 if empty else int(tensor.storage_offset()) * tensor.element_size()
-        stride = normal_stride(shape, tensor.stride())
-        spec = TensorSpec(found.name, NO_STORAGE if empty else 0, offset, shape, stride, dtype_name(tensor), found.kind)
+        _refuse_unsupported(found.name, tensor, meta=meta)
+        if not tensor.numel():
+            return None
         storage = tensor.untyped_storage()
-        if not empty and (storage.data_ptr() == 0 or spec.offset + spec.nbytes > storage.nbytes()):
-            raise NotAvailable(
-                f"tensor {found.name!r}: it needs {spec.offset + spec.nbytes:,} bytes of a storage that has "
-                f"{storage.nbytes():,} at {storage.data_ptr():#x}; its memory was freed, shrunk, or never there"
-            )
+        address = storage._cdata * _META_STEP if tensor.is_meta else storage.data_ptr()
+        itemsize = tensor.element_size()
+        offset = int(tensor.storage_offset()) * itemsize
+        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        end, storage_nbytes = offset + (last + 1) * itemsize, storage.nbytes()
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as exc:
         raise NotAvailable(f"tensor {found.name!r}: torch cannot say where it lies: {exc}") from exc
-    return spec
+    if address == 0 or end > storage_nbytes:
+        raise NotAvailable(
+            f"tensor {found.name!r}: it needs {end:,} bytes of a storage that has {storage_nbytes:,} at {address:#x}; "
+            "its memory was freed, shrunk, or never there"
+        )
+    return _Place((str(tensor.device), address), offset, storage_nbytes)
 
 
 def _merged(sizes: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], StorageSpec]:
@@ -190,11 +206,13 @@ def _merged(sizes: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], Stora
     return merged
 
 
-def _refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
+def _refuse_unsupported(name: str, tensor: torch.Tensor, *, meta: bool) -> None:
     reason = None
-    if tensor.is_meta:
+    if tensor.is_meta and not meta:
         reason = "it is on the meta device and has no memory; build the model on a real device"
-    elif is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
+    elif type(tensor) not in _PLAIN_TENSORS and is_traceable_wrapper_subclass(tensor):
+        reason = f"a {type(tensor).__name__} is not one block of memory"
+    elif tensor.layout != torch.strided:
         reason = f"a {type(tensor).__name__} with layout {tensor.layout} is not one block of memory"
     elif tensor.is_conj() or tensor.is_neg():
         reason = "it is a conjugate or negative view; call resolve_conj() or resolve_neg()"
@@ -204,8 +222,8 @@ def _refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
         raise NotAvailable(f"tensor {name!r}: {reason}")
 
 
-def _registered(module: nn.Module) -> Iterator[FoundTensor]:
-    for prefix, each in _paths(module):
+def _registered(paths: Iterable[tuple[str, nn.Module]]) -> Iterator[FoundTensor]:
+    for prefix, each in paths:
         for name, parameter in each._parameters.items():
             if parameter is not None:
                 yield FoundTensor(prefix + name, parameter, "parameter", persistent=True)
@@ -233,36 +251,41 @@ class _Walk:
     """One walk over a module: registered tensors first, then everything that hangs beside them."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._found = {each.name: each for each in _registered(module)}
+        paths = tuple(_paths(module))
+        self._modules = {id(each): (prefix, each) for prefix, each in reversed(paths)}  # each under its first path
+        self._found = {each.name: each for each in _registered(paths)}
         self._scalars: dict[str, str] = {}
-        self._seen = {id(each) for each in module.modules()}
+        self._seen = set(self._modules)
 
     def run(self) -> Discovery:
         for name, each in list(self._found.items()):
-            self._walk(f"{name}.", vars(each.tensor).items())
-        for prefix, each in self._module.named_modules():
-            self._walk_module(f"{prefix}." if prefix else "", each)
+            if attributes := vars(each.tensor):
+                self._walk(f"{name}.", attributes.items())
+        for prefix, module in reversed(self._modules.values()):
+            self._walk_module(prefix, module)
         return Discovery(tuple(self._found.values()), tuple(sorted(self._scalars.items())))
 
     def _walk_module(self, dot: str, module: nn.Module) -> None:
-        own = [(name, value) for name, value in _attributes(module) if name not in _MODULE_INTERNALS]
-        self._walk(dot, own)
+        self._walk(dot, (each for each in _attributes(module) if each[0] not in _MODULE_INTERNALS))
         for kind in _HOOKS:
             # By position: torch numbers hooks over the whole process, so ids differ between two of them.
-            hooks = getattr(module, kind).values()
-            self._walk(dot, ((f"{kind}[{at}]", hook) for at, hook in enumerate(list(hooks)) if callable(hook)))
+            if hooks := getattr(module, kind):
+                named = ((f"{kind}[{at}]", hook) for at, hook in enumerate(list(hooks.values())) if callable(hook))
+                self._walk(dot, named)
 
     def _walk(self, dot: str, attributes: Iterable[tuple[str, object]]) -> None:
         for name, value in attributes:
-            for path, each in _graph(dot + name, value, self._seen):
-                self._add(path, each)
+            if type(value) in _NUMBERS:  # most of what hangs on a module: spared the walk
+                self._add(dot + name, value)
+            elif not isinstance(value, _LEAVES):
+                for path, each in _graph(dot + name, value, self._seen):
+                    self._add(path, each)
 
     def _add(self, path: str, value: object) -> None:
         if isinstance(value, torch.Tensor):
             self._add_tensor(FoundTensor(path, value, "attribute", persistent=False))
         elif isinstance(value, nn.Module):
-            for inner in _registered(value):
+            for inner in _registered(_paths(value)):
                 self._add_tensor(FoundTensor(f"{path}.{inner.name}", inner.tensor, inner.kind, persistent=False))
             fresh = [(name, each) for name, each in value.named_modules() if id(each) not in self._seen or not name]
             self._seen.update(id(each) for _, each in fresh)

@@ -77,7 +77,31 @@ class TransferPlan(msgspec.Struct, frozen=True):
         return self.target.storages[part.target_storage].address + part.target_offset
 
 
+class Match(msgspec.Struct, frozen=True):
+    """Which span of the target gets the bytes of which span of the source, before anything is cut for moving.
+
+    `pairs` maps the index of a source span to its target span. `strided` and `compared` as in a plan.
+    """
+
+    spans: tuple[Span, ...]
+    pairs: dict[int, Span]
+    strided: tuple[str, ...] = ()
+    compared: tuple[str, ...] = ()
+
+
 def plan_transfer(source: Manifest, target: Manifest) -> TransferPlan:
+    """Plan the move of a model between two processes that hold it in one layout; see `match_layouts`."""
+    match = match_layouts(source, target)
+    return TransferPlan(source, target, _chunks(match.spans, match.pairs))
+
+
+def plan_checkpoint(source: Manifest, target: Manifest) -> TransferPlan:
+    """Plan the filling of a model from raw checkpoint tensors; see `match_checkpoint`."""
+    match = match_checkpoint(source, target)
+    return TransferPlan(source, target, _chunks(match.spans, match.pairs), match.strided, match.compared)
+
+
+def match_layouts(source: Manifest, target: Manifest) -> Match:
     """Pair every span of the target with the span of the same tensors in the source.
 
     For models in the same layout: names, shapes, strides, dtypes, ties and scalars must be equal on both
@@ -99,7 +123,8 @@ def plan_transfer(source: Manifest, target: Manifest) -> TransferPlan:
     pairs: dict[int, Span] = {}
     for index, span in enumerate(spans):
         matching = destinations.get(span.names[0])
-        if matching is None or _inner_layout(span, theirs) != _inner_layout(matching, ours):
+        alone = matching is not None and len(span.names) == len(matching.names) == 1
+        if matching is None or not (alone or _inner_layout(span, theirs) == _inner_layout(matching, ours)):
             differences.add("shared memory differs", f"{min(span.names)} with {', '.join(sorted(span.names))}")
             continue
         if not any(theirs[name].is_dense and theirs[name].nbytes == span.nbytes for name in span.names):
@@ -109,10 +134,10 @@ def plan_transfer(source: Manifest, target: Manifest) -> TransferPlan:
             )
         pairs[index] = matching
     differences.raise_if_any()
-    return TransferPlan(source, target, _chunks(spans, pairs))
+    return Match(spans, pairs)
 
 
-def plan_checkpoint(source: Manifest, target: Manifest) -> TransferPlan:
+def match_checkpoint(source: Manifest, target: Manifest) -> Match:
     """Pair every persistent tensor of the target with the checkpoint tensor of the same name.
 
     Checkpoint tensors are contiguous and never share memory; a target may tie several names to one
@@ -147,7 +172,7 @@ def plan_checkpoint(source: Manifest, target: Manifest) -> TransferPlan:
 
     source_spans = source.spans()
     pairs = {index: filled[span.names[0]] for index, span in enumerate(source_spans) if span.names[0] in filled}
-    return TransferPlan(source, target, _chunks(source_spans, pairs), tuple(strided), tuple(compared))
+    return Match(source_spans, pairs, tuple(strided), tuple(compared))
 
 
 def _chunks(spans: Sequence[Span], pairs: Mapping[int, Span]) -> tuple[Chunk, ...]:

@@ -20,7 +20,7 @@ def test_defaults():
     config = resolve_config({}, environ={})
 
     assert config == Config()
-    assert config.strategies == ("rdma", "disk")
+    assert config.strategies == ("rdma", "gms", "disk")
     assert config.verify == "on"
 
 
@@ -57,16 +57,18 @@ def test_malformed_numbers_in_options_and_extra_config(name, value):
     [
         ({"strategies": []}, "no strategy"),
         ({"strategies": "rdma,rdma"}, "twice"),
-        ({"strategies": "rmda"}, "unknown strategy 'rmda'.*rdma,disk"),
+        ({"strategies": "rmda"}, "unknown strategy 'rmda'.*rdma,gms,disk"),
         ({"strategies": ""}, "unknown strategy"),
-        ({"strategies": 3}, "some of rdma,disk"),
+        ({"strategies": 3}, "some of rdma,gms,disk"),
         ({"verify": "yes"}, "on, off or sampled"),
         ({"strict": "maybe"}, "true or false"),
         ({"publish": 1}, "true or false"),
         ({"revision": ""}, "commit hash"),
         ({"revision": "\udcff"}, "commit hash"),
         ({"registry": "a\0b"}, "URL"),
-        ({"gms": "/run/gms.sock"}, "no memory service"),
+        ({"strategies": "gms"}, "gms is not set"),
+        ({"strategies": "rdma"}, "registry is not set"),
+        ({"publish": True}, "neither registry nor gms"),
     ],
 )
 def test_values_that_cannot_be_meant(option, reason):

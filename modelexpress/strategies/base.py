@@ -12,6 +12,8 @@ from torch import nn
 
 from modelexpress.adapter import EngineAdapter
 from modelexpress.checkpoint.base import CheckpointTensors
+from modelexpress.errors import NotAvailable
+from modelexpress.gms.client import Imported
 from modelexpress.model_root import Dirt, ModelRoot
 
 Outcome = Literal["loaded", "failed", "unavailable", "off"]
@@ -31,13 +33,13 @@ class LoadTarget:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What one successful attempt moved: bytes, each counted once."""
+    """What one successful attempt moved or bound: bytes, each counted once."""
 
     nbytes: int
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One try. Outcome "off" is a way that nobody set up here, and no failure.
+    """One try. Outcome "off" is a way that nobody set up here, or filled yet, and no failure.
 
     `error` is text, never an exception: those keep frames, and frames keep parameters.
     """
@@ -61,8 +63,10 @@ class LoadReport:
         nbytes: bytes it moved, each counted once.
         seconds: of the whole load, failed attempts included.
         attempts: every try in order, the last one delivered.
-        publication: the running source when the load was asked to publish; `withdraw()` it before the
-            weights change.
+        publication: the running source when the load was asked to publish in a registry; `withdraw()` it
+            before the weights change.
+        imported: the generation of a memory service that lies under the parameters, if one does; it can be
+            paused and resumed.
     """
 
     model: nn.Module | None = field(repr=False)
@@ -72,6 +76,7 @@ class LoadReport:
     seconds: float
     attempts: tuple[Attempt, ...]
     publication: object | None = field(default=None, repr=False)
+    imported: Imported | None = field(default=None, repr=False)
 
     @property
     def gb_per_s(self) -> float:
@@ -93,6 +98,10 @@ class LoadReport:
                 "attempts": self.attempts,
             }
         ).decode()
+
+
+class NothingYet(NotAvailable):
+    """Nobody can have these weights here before this process has loaded them: its turn, and no failure."""
 
 
 class LoadSource(ABC):

@@ -8,7 +8,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from modelexpress.errors import LoadFailed, NotAvailable, RecoveryFailed, describe, in_flight, release_frames
-from modelexpress.strategies.base import Attempt, LoadReport, LoadSource, LoadStrategy, LoadTarget, TransferStats
+from modelexpress.strategies.base import (
+    Attempt,
+    LoadReport,
+    LoadSource,
+    LoadStrategy,
+    LoadTarget,
+    NothingYet,
+    Outcome,
+    TransferStats,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +99,7 @@ def _attempt(strategy: str, source: str | None, run: Callable[[], TransferStats 
     outer = in_flight()
     nbytes = 0
     error = None
-    unavailable = False
+    outcome: Outcome = "loaded"
     try:
         stats = run()
         nbytes = stats.nbytes if stats is not None else 0
@@ -98,13 +107,13 @@ def _attempt(strategy: str, source: str | None, run: Callable[[], TransferStats 
         raise
     except Exception as exc:  # noqa: BLE001 - the outermost line of an attempt: the next source is tried
         error = describe(exc)
-        unavailable = isinstance(exc, NotAvailable)
+        outcome = _outcome(exc)
         release_frames(exc, outer=outer)
     seconds = time.monotonic() - started
     attempt = Attempt(
         strategy=strategy,
         source=source,
-        outcome="loaded" if error is None else "unavailable" if unavailable else "failed",
+        outcome=outcome,
         error=error,
         nbytes=nbytes,
         seconds=seconds,
@@ -112,6 +121,12 @@ def _attempt(strategy: str, source: str | None, run: Callable[[], TransferStats 
     if source is not None or error is not None:
         _log(attempt)
     return attempt
+
+
+def _outcome(exc: Exception) -> Outcome:
+    if isinstance(exc, NothingYet):
+        return "off"
+    return "unavailable" if isinstance(exc, NotAvailable) else "failed"
 
 
 def _reset(target: LoadTarget, attempts: Sequence[Attempt]) -> None:

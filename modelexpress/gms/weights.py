@@ -1,0 +1,345 @@
+"""A model's weights in a memory service: moving them there, and binding a model to them without a copy.
+
+Parameters end up on the service's memory, which nobody can change. Everything else that a model may write to
+(buffers, derived tensors) is copied into it when it is imported, and stays private.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import nn
+
+from modelexpress.adapter import EngineAdapter
+from modelexpress.digest import PieceChecksums, checksum_at, checksums_of
+from modelexpress.discovery import FoundTensor, manifest_of, persistent_tensors, torch_dtype
+from modelexpress.errors import GmsError, ManifestMismatch, NotAvailable
+from modelexpress.gms.client import Imported, Segment, Staging
+from modelexpress.manifest import DTYPE_NBYTES, NO_STORAGE, Manifest, Span, TensorSpec, WeightsIdentity
+from modelexpress.plan import Match, match_checkpoint, match_layouts
+from modelexpress.registry.base import SourceKind
+
+# Storages share segments up to this size, or the largest storage's: few descriptors, and never much more
+# memory than the model while it moves.
+_SEGMENT_NBYTES = 64 * 1024 * 1024
+# More than a cache line, so that no two storages lie at the same place modulo a page: copies between such are
+# two to three times slower.
+_ALIGN_NBYTES = 256
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a storage lies: byte `offset` of a segment."""
+
+    segment: int
+    offset: int
+
+
+class Contents(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a writer says about a generation: whose weights, which tensors, and where storage n lies.
+
+    `kind` as for sources: the layout of an engine, or the raw tensors of a checkpoint. `checksums` were made
+    before the weights moved; empty when none were wanted.
+    """
+
+    identity: WeightsIdentity
+    kind: SourceKind
+    manifest: Manifest
+    places: tuple[Place, ...]
+    checksums: bytes
+
+
+def publish_model(
+    staging: Staging,
+    adapter: EngineAdapter,
+    module: nn.Module,
+    *,
+    kind: SourceKind,
+    label: str,
+    checksums: bool,
+    threads: int,
+) -> Imported:
+    """Move a model's weights into a staged generation, storage by storage, and commit it.
+
+    The model goes on with the service's memory under its parameters. At no moment is there more than the
+    model and one segment (64 MiB, or the largest storage). When it raises, nothing is published and the model
+    has its weights, wherever they lie by then; the staging is closed.
+
+    Raises:
+        NotAvailable, ManifestMismatch: the model holds a tensor that cannot be bound; names it; nothing was
+            changed.
+        GmsError: no memory or quota, or the service is gone.
+    """
+    with staging:
+        found = adapter.tensors(module)
+        manifest = manifest_of(found.tensors, found.scalars)
+        tensors = {each.name: each for each in found.tensors}
+        match_layouts(manifest, manifest)  # what no importer could match is not worth its memory
+        _refuse_unbindable(manifest, tensors)
+        made = checksums_of(manifest, threads=threads) if checksums else b""
+        places: list[Place] = []
+        shared, specs = _parameter_storages(manifest), _by_storage(manifest)
+        for number, group in enumerate(_groups(manifest)):
+            segment, offsets = _move(staging, manifest, group)
+            places.extend(Place(number, offset) for offset in offsets)
+            for at, offset in zip(group, offsets, strict=True):
+                stored = segment.tensor(offset, manifest.storages[at].nbytes)
+                for spec in specs[at] if at in shared else ():
+                    tensors[spec.name].tensor.data = _view(stored, spec, spec.offset)
+        contents = Contents(adapter.identity(), kind, manifest, tuple(places), made)
+        imported = staging.commit(label, msgspec.msgpack.encode(contents))
+        imported.take_segments()  # the parameters keep what they need
+        return imported
+
+
+def contents_of(body: bytes, segment_nbytes: Sequence[int]) -> Contents:
+    """What the writer said, checked against what was mapped.
+
+    Raises:
+        GmsError: it cannot be read, or places a storage outside its segment.
+    """
+    try:
+        contents = msgspec.msgpack.decode(body, type=Contents)
+        contents.manifest.validate()
+    except (msgspec.MsgspecError, ValueError, RecursionError, ManifestMismatch) as exc:
+        raise GmsError(f"the committed generation cannot be read: {exc}") from exc
+    if len(contents.places) != len(contents.manifest.storages):
+        raise GmsError("the committed generation does not place each of its storages")
+    for place, storage in zip(contents.places, contents.manifest.storages, strict=True):
+        inside = 0 <= place.segment < len(segment_nbytes) and place.offset >= 0
+        if not inside or place.offset + storage.nbytes > segment_nbytes[place.segment]:
+            raise GmsError(
+                f"the committed generation places {storage.nbytes:,} bytes outside of segment {place.segment}"
+            )
+    return contents
+
+
+class Binding(NamedTuple):
+    """A generation matched with the model that will lie on it.
+
+    `found` are the model's tensors; `owners` the modules, by path, that have one of them on the meta device.
+    """
+
+    match: Match
+    target: Manifest
+    found: tuple[FoundTensor, ...]
+    owners: dict[str, nn.Module]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(span.nbytes for span in self.match.pairs.values())
+
+
+def match_model(contents: Contents, adapter: EngineAdapter, module: nn.Module) -> Binding:
+    """Check that the generation has exactly what the model needs; the model may be on the meta device.
+
+    Raises:
+        NotAvailable, ManifestMismatch: it has not; names what differs. Nothing was changed.
+    """
+    if contents.kind == "checkpoint":
+        found = persistent_tensors(module)
+        _refuse_aliases(found, adapter.tensors(module).tensors)
+        target = manifest_of(found, meta=True)
+        match = match_checkpoint(contents.manifest, target)
+        if match.strided or match.compared:
+            names = ", ".join((*match.strided, *match.compared)[:5])
+            raise NotAvailable(f"raw tensors cannot be bound where the model's lie otherwise or share memory: {names}")
+    else:
+        discovery = adapter.tensors(module)
+        found = discovery.tensors
+        target = manifest_of(found, discovery.scalars, meta=True)
+        match = match_layouts(contents.manifest, target)
+    for span in match.pairs.values():
+        _refuse_unaligned(span, target)
+    return Binding(match, target, found, _meta_owners(module, found))
+
+
+def bind_model(contents: Contents, binding: Binding, segments: Sequence[Segment]) -> int:
+    """Put the generation under the model: parameters without a copy, everything else into private memory.
+
+    Returns the bytes that became private. Aliases stay aliases, and nothing that was matched is on the meta
+    device afterwards.
+    """
+    specs = {spec.name: spec for spec in binding.target.tensors}
+    tensors = {each.name: each for each in binding.found}
+    fresh: dict[int, torch.Tensor] = {}  # what takes the place of a tensor on the meta device, by the old one's id
+    private_nbytes = 0
+    for index, span in binding.match.pairs.items():
+        source = binding.match.spans[index]
+        place = contents.places[source.storage]
+        start = place.offset + source.offset
+        stored = segments[place.segment].tensor(start, source.nbytes)
+        shared = any(specs[name].kind == "parameter" for name in span.names)
+        if not shared or any(start % DTYPE_NBYTES[specs[name].dtype] for name in span.names):
+            stored, shared = stored.clone(), False
+            private_nbytes += span.nbytes
+        for name in span.names:
+            view = _view(stored, specs[name], specs[name].offset - span.offset)
+            _put(binding.owners, tensors[name], view, fresh, bound=shared)
+    for spec in binding.target.tensors:
+        if spec.storage == NO_STORAGE and tensors[spec.name].tensor.is_meta:
+            empty = torch.empty(spec.shape, dtype=torch_dtype(spec), device="cpu")
+            _put(binding.owners, tensors[spec.name], empty, fresh, bound=True)
+    return private_nbytes
+
+
+def _put(
+    owners: Mapping[str, nn.Module],
+    found: FoundTensor,
+    value: torch.Tensor,
+    fresh: dict[int, torch.Tensor],
+    *,
+    bound: bool,
+) -> None:
+    """Give a tensor of the model these bytes: `bound` to them, or copied into the memory that it has.
+
+    `.data` cannot move a tensor off the meta device, so a new object takes its place there: of the same class,
+    with what hung on the old one, and one new object for all names of a tie.
+    """
+    old = found.tensor
+    if not old.is_meta:
+        with torch.no_grad():
+            if bound:
+                old.data = value
+            else:
+                old.copy_(value)
+        return
+    if id(old) not in fresh:
+        if isinstance(old, nn.Parameter):
+            value = torch.Tensor._make_subclass(type(old), value, old.requires_grad)
+        vars(value).update(vars(old))
+        fresh[id(old)] = value
+    prefix, _, leaf = found.name.rpartition(".")
+    owner, value = owners[prefix], fresh[id(old)]
+    if isinstance(value, nn.Parameter):
+        owner._parameters[leaf] = value
+    else:
+        owner._buffers[leaf] = value
+
+
+def check_checksums(imported: Imported) -> int:
+    """Compare every byte with the checksums that the writer made; returns the bytes that were compared.
+
+    Raises:
+        VerificationFailed: names the tensor.
+        ManifestMismatch: the writer made no checksums.
+    """
+    segments = imported.take_segments()
+    contents = contents_of(imported.body, [segment.mapping.nbytes for segment in segments])
+    expected = PieceChecksums(contents.manifest, contents.checksums)
+    for number, piece in enumerate(expected.pieces):
+        place = contents.places[piece.storage]
+        mapping = segments[place.segment].mapping
+        device = contents.manifest.storages[piece.storage].device
+        expected.compare(number, checksum_at(mapping.address + place.offset + piece.offset, piece.nbytes, device))
+    return contents.manifest.nbytes
+
+
+def _move(staging: Staging, manifest: Manifest, group: Sequence[int]) -> tuple[Segment, list[int]]:
+    """Copy a group of storages into one new segment; where each begins in it."""
+    offsets: list[int] = []
+    end = 0
+    for at in group:
+        offsets.append(end)
+        end = _aligned(end + manifest.storages[at].nbytes)
+    parts = [
+        (manifest.storages[at].address, offset, manifest.storages[at].nbytes)
+        for at, offset in zip(group, offsets, strict=True)
+    ]
+    return staging.add(end, parts), offsets
+
+
+def _groups(manifest: Manifest) -> Iterator[list[int]]:
+    """Storages by their numbers, in order, as many to a group as fit into one segment."""
+    limit = max([_SEGMENT_NBYTES, *(storage.nbytes for storage in manifest.storages)])
+    group: list[int] = []
+    nbytes = 0
+    for at, storage in enumerate(manifest.storages):
+        if group and nbytes + storage.nbytes > limit:
+            yield group
+            group, nbytes = [], 0
+        group.append(at)
+        nbytes += _aligned(storage.nbytes)
+    if group:
+        yield group
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
+
+
+def _parameter_storages(manifest: Manifest) -> frozenset[int]:
+    return frozenset(spec.storage for spec in manifest.tensors if spec.kind == "parameter") - {NO_STORAGE}
+
+
+def _by_storage(manifest: Manifest) -> list[list[TensorSpec]]:
+    specs: list[list[TensorSpec]] = [[] for _ in manifest.storages]
+    for spec in manifest.tensors:
+        if spec.storage != NO_STORAGE:
+            specs[spec.storage].append(spec)
+    return specs
+
+
+def _view(stored: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
+    """The described tensor, `offset` bytes into `stored`."""
+    empty = torch.empty(0, dtype=torch_dtype(spec), device=stored.device)
+    return empty.set_(stored.untyped_storage(), offset // DTYPE_NBYTES[spec.dtype], spec.shape, spec.stride)
+
+
+def _refuse_aliases(persistent: Sequence[FoundTensor], every: Sequence[FoundTensor]) -> None:
+    """A raw checkpoint fills what is persistent. What else looks at that memory would keep looking at the old.
+
+    Raises:
+        NotAvailable: names such a tensor, or one on the meta device that nothing would fill.
+    """
+    names = {each.name for each in persistent}
+    for each in every:
+        if each.tensor.is_meta and each.name not in names:
+            raise NotAvailable(f"tensor {each.name!r} is on the meta device, and a raw checkpoint does not hold it")
+    for span in manifest_of(tuple(every), meta=True).spans():
+        others = [name for name in span.names if name not in names]
+        if others and len(others) < len(span.names):
+            raise NotAvailable(
+                f"tensor {others[0]!r} shares its memory with weights, and a raw checkpoint cannot move it"
+            )
+
+
+def _refuse_unaligned(span: Span, manifest: Manifest) -> None:
+    """torch counts offsets in elements; a tensor that begins between two cannot be made over new memory."""
+    specs = {spec.name: spec for spec in manifest.tensors} if len(span.names) > 1 else {}
+    for name in span.names if specs else ():
+        if (specs[name].offset - span.offset) % DTYPE_NBYTES[specs[name].dtype]:
+            raise NotAvailable(f"tensor {name!r} begins in the middle of an element of the memory that it shares")
+
+
+def _meta_owners(module: nn.Module, found: Sequence[FoundTensor]) -> dict[str, nn.Module]:
+    """Who has the tensors on the meta device registered, by path.
+
+    Raises:
+        NotAvailable: names one that hangs elsewhere, where nothing can take its place.
+    """
+    on_meta = [each for each in found if each.tensor.is_meta]
+    modules = dict(module.named_modules(remove_duplicate=False)) if on_meta else {}
+    owners: dict[str, nn.Module] = {}
+    for each in on_meta:
+        prefix, _, leaf = each.name.rpartition(".")
+        owner = modules.get(prefix)
+        if owner is None or not (leaf in owner._parameters or leaf in owner._buffers):
+            raise NotAvailable(f"tensor {each.name!r} is on the meta device and cannot be replaced where it hangs")
+        owners[prefix] = owner
+    return owners
+
+
+def _refuse_unbindable(manifest: Manifest, tensors: Mapping[str, FoundTensor]) -> None:
+    """Before anything moves: a tensor that cannot look elsewhere must not be found half-way."""
+    for at in _parameter_storages(manifest):
+        for spec in (spec for spec in manifest.tensors if spec.storage == at):
+            tensor = tensors[spec.name].tensor
+            if spec.offset % DTYPE_NBYTES[spec.dtype]:
+                raise NotAvailable(f"tensor {spec.name!r} begins in the middle of an element of its memory")
+            if tensor.is_inference():
+                raise NotAvailable(
+                    f"tensor {spec.name!r} was made in inference mode and cannot be bound to other memory"
+                )

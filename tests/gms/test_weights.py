@@ -1,0 +1,426 @@
+"""A model moves into the service storage by storage, and others bind to it without a copy."""
+
+import gc
+import os
+import time
+from contextlib import closing
+
+import pytest
+import torch
+from torch import nn
+
+from modelexpress.errors import (
+    GmsError,
+    LoadFailed,
+    ManifestMismatch,
+    NotAvailable,
+    StaleGeneration,
+    VerificationFailed,
+)
+from modelexpress.gms import client
+from modelexpress.gms.client import Imported, Staging, Where, open_session
+from modelexpress.gms.memory import HostMemory
+from modelexpress.gms.weights import check_checksums, publish_model
+from modelexpress.model_root import ModelRoot
+from modelexpress.strategies.base import LoadTarget
+from modelexpress.strategies.chain import LoadStrategyChain
+from modelexpress.strategies.gms import GmsImport
+from tests.gms.service import adapter_of, publish, serving, where_of
+from tests.support.tensors import TinyModel, bytes_of, randomize, snapshot
+
+
+@pytest.fixture
+def service(tmp_path):
+    with serving(tmp_path / "gms.sock") as path:
+        yield path
+
+
+def load(path, build=TinyModel, *, claims=False, wait_s=5.0, **options):
+    adapter = adapter_of(build, **options)
+    strategy = GmsImport(path, HostMemory(), claims=claims, wait_s=wait_s)
+    with closing(strategy):
+        report = LoadStrategyChain([strategy]).run(LoadTarget(adapter, ModelRoot(adapter.initialize())))
+    return report.model, strategy.imported
+
+
+def meta(build):
+    def on_meta():
+        with torch.device("meta"):
+            return build()
+
+    return on_meta
+
+
+def readers(path):
+    return sum(key.readers for key in client.status(path).keys)
+
+
+def eventually(condition):
+    give_up = time.monotonic() + 5
+    while not condition() and time.monotonic() < give_up:
+        gc.collect()
+        time.sleep(0.02)
+    return condition()
+
+
+def test_the_publisher_goes_on_with_the_shared_memory(service):
+    model = randomize(TinyModel(), 3)
+    before, old = snapshot(model), model.head.weight.data_ptr()
+
+    publish(service, model)
+
+    assert snapshot(model) == before
+    assert model.head.weight.data_ptr() != old
+    assert model.head.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("build", [TinyModel, meta(TinyModel)])
+def test_another_model_gets_every_byte_and_copies_only_what_it_may_write(service, build):
+    """Parameters are shared; buffers, persistent or not, are the reader's own. No meta tensor survives."""
+    model = randomize(TinyModel(), 3)
+    publish(service, model)
+
+    loaded, imported = load(service, build)
+
+    assert snapshot(loaded) == snapshot(model)
+    assert loaded.head.weight is loaded.embedding.weight
+    assert not any(each.is_meta for each in (*loaded.parameters(), *loaded.buffers()))
+    assert isinstance(imported, Imported)
+
+
+def test_a_reader_that_writes_in_place_changes_nobody_else(service):
+    """A31: the page becomes its own; nothing dies."""
+    model = randomize(TinyModel(), 3)
+    publish(service, model)
+    expected = snapshot(model)
+    writer, _ = load(service)
+    other, _ = load(service)
+
+    with torch.no_grad():
+        writer.head.weight.add_(1)
+        writer.blocks[0].scale.add_(1)
+
+    assert snapshot(other) == snapshot(model) == expected
+    assert snapshot(load(service)[0]) == expected
+
+
+def test_the_service_keeps_the_weights_when_the_publisher_is_gone(service):
+    model = randomize(TinyModel(), 3)
+    expected = snapshot(model)
+    publish(service, model)
+    del model
+    gc.collect()
+
+    assert eventually(lambda: readers(service) == 0)
+    assert snapshot(load(service)[0]) == expected
+
+
+def test_the_memory_lives_as_long_as_any_tensor_on_it_and_the_session_with_it(service):
+    publish(service, randomize(TinyModel(), 3)).close()
+    loaded, imported = load(service)
+    weight = loaded.blocks[1].up.weight.detach()
+    expected = bytes_of(weight)
+    del loaded, imported
+    gc.collect()
+
+    assert bytes_of(weight) == expected
+    assert readers(service) == 1
+    del weight
+    assert eventually(lambda: readers(service) == 0)
+
+
+def test_a_publication_costs_one_segment_more_than_the_model_and_no_descriptor(service):
+    model = nn.ParameterList(nn.Parameter(torch.zeros(1000, dtype=torch.float32)) for _ in range(40))
+    fds = len(os.listdir("/proc/self/fd"))
+
+    imported = publish(service, model, adapter=adapter_of(lambda: model))
+
+    (key,) = client.status(service).keys
+    assert key.segments == 1
+    assert key.nbytes < 40 * 4000 * 1.05 + 4096
+    imported.close()
+    assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= fds + 1)  # the service's own, in this process
+
+
+def test_views_ties_strides_and_containers_come_out_right(service):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            base = torch.zeros(6, 4)
+            self.turned = nn.Parameter(torch.zeros(3, 5).t())
+            self.top, self.bottom = nn.Parameter(base[:2]), nn.Parameter(base[2:])
+            self.cache = {"view": self.turned.detach()[1:], "own": torch.zeros(3)}
+            self.register_buffer("none", torch.zeros(0, 3))
+            self.register_buffer("scalar", torch.zeros(()))
+
+    model = randomize(Odd(), 3)
+    model.cache["own"].fill_(5)
+    publish(service, model)
+
+    loaded, _ = load(service, Odd)
+
+    assert snapshot(loaded) == snapshot(model)
+    assert loaded.cache["view"].data_ptr() == loaded.turned.detach()[1:].data_ptr()
+    assert loaded.cache["own"].tolist() == [5, 5, 5]
+
+
+def test_a_wrong_identity_is_a_miss_and_a_wrong_layout_is_refused(service):
+    publish(service, randomize(TinyModel(), 3))
+
+    with pytest.raises(LoadFailed, match="nothing is committed"):
+        load(service, config=adapter_config("r2"))
+    with pytest.raises(LoadFailed, match="shape differs"):
+        load(service, lambda: TinyModel(width=4))
+
+
+def adapter_config(revision):
+    from modelexpress.config import Config
+
+    return Config(revision=revision, model_name="org/tiny")
+
+
+def test_a_generation_under_anothers_key_is_not_used(service):
+    theirs = adapter_of(config=adapter_config("r2"))
+    staging = open_session(where_of(service, adapter_of()), "RW", HostMemory(), wait_s=1)
+    publish_model(staging, theirs, TinyModel(), kind="layout", label="x", checksums=False, threads=1)
+
+    with pytest.raises(LoadFailed, match="which is not what is wanted"):
+        load(service)
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x95\x00"])
+def test_a_generation_that_cannot_be_read_is_refused(service, body):
+    staging = open_session(where_of(service, adapter_of()), "RW", HostMemory(), wait_s=1)
+    staging.commit("x", body).close()
+
+    with pytest.raises(LoadFailed, match="cannot be read"):
+        load(service)
+
+
+def test_each_reader_sees_exactly_one_generation_when_it_is_published_again(service):
+    old, new = randomize(TinyModel(), 3), randomize(TinyModel(), 4)
+    expected_old, expected_new = snapshot(old), snapshot(new)
+    publish(service, old).close()
+    early, _ = load(service)
+    publish(service, new).close()
+    late, _ = load(service)
+
+    assert snapshot(early) == expected_old
+    assert snapshot(late) == expected_new
+
+
+def test_a_failed_publication_leaves_the_model_its_weights_and_the_old_generation(tmp_path):
+    """A32: need and free are named; nobody is harmed."""
+    with serving(tmp_path / "gms.sock", quota_nbytes=100_000) as path:
+        small = randomize(TinyModel(), 3)
+        publish(path, small).close()
+        big = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
+        expected = snapshot(big)
+
+        with pytest.raises(GmsError, match="quota"):
+            publish(path, big)
+
+        assert snapshot(big) == expected
+        assert snapshot(load(path)[0]) == snapshot(small)
+        assert client.status(path).used_nbytes < 100_000
+
+
+def test_pause_and_resume_keep_addresses_and_bytes(service):
+    publish(service, randomize(TinyModel(), 3)).close()
+    loaded, imported = load(service)
+    expected, address = snapshot(loaded), loaded.head.weight.data_ptr()
+
+    imported.pause()
+    assert imported.paused
+    assert eventually(lambda: readers(service) == 0)
+    imported.resume()
+
+    assert loaded.head.weight.data_ptr() == address
+    assert snapshot(loaded) == expected
+
+
+def test_resume_after_another_generation_is_stale_and_stays_paused(service):
+    publish(service, randomize(TinyModel(), 3)).close()
+    _loaded, imported = load(service)
+    imported.pause()
+    publish(service, randomize(TinyModel(), 4)).close()
+
+    with pytest.raises(StaleGeneration, match="generation 1 of"):
+        imported.resume()
+    assert imported.paused
+
+
+def test_resume_without_a_service_stays_paused(tmp_path):
+    with serving(tmp_path / "gms.sock") as path:
+        publish(path, randomize(TinyModel(), 3)).close()
+        _loaded, imported = load(path)
+        imported.pause()
+
+    with pytest.raises(NotAvailable, match="no memory service"):
+        imported.resume()
+    assert imported.paused
+
+
+def test_a_restarted_service_is_another_one(tmp_path):
+    with serving(tmp_path / "gms.sock") as path:
+        publish(path, randomize(TinyModel(), 3)).close()
+        _loaded, imported = load(path)
+        imported.pause()
+    with serving(tmp_path / "gms.sock") as path:
+        publish(path, randomize(TinyModel(), 3)).close()
+        with pytest.raises(StaleGeneration):
+            imported.resume()
+
+
+def test_claims_make_the_first_a_writer_and_the_next_a_reader(service):
+    adapter = adapter_of()
+    first = GmsImport(service, HostMemory(), claims=True, wait_s=5)
+    with pytest.raises(NotAvailable, match="staging them"):
+        first.sources(LoadTarget(adapter, ModelRoot(TinyModel())))
+    assert isinstance(first.staging, Staging)
+
+    with pytest.raises(LoadFailed, match="stag"):
+        load(service, claims=True, wait_s=0.2)
+    first.close()
+    with pytest.raises(LoadFailed, match="staging them"):
+        load(service, claims=True, wait_s=5)
+
+
+def test_checksums_name_the_tensor_that_its_writer_spoiled(service):
+    """A37: what is sealed cannot change, so only a writer can have spoiled it before."""
+    good, bad = adapter_of(), adapter_of(config=adapter_config("r2"))
+    publish(service, randomize(TinyModel(), 3), adapter=good).close()
+    granted = open_session(where_of(service, good), "RO", HostMemory(), wait_s=0)
+    assert check_checksums(granted) == good.manifest(TinyModel()).nbytes
+
+    imported = publish(service, randomize(TinyModel(), 3), adapter=bad)
+    body = bytearray(imported.body)
+    body[-1] ^= 1  # the last checksum
+    staging = open_session(Where(service, "spoiled"), "RW", HostMemory(), wait_s=0)
+    source = open_session(where_of(service, bad), "RO", HostMemory(), wait_s=0)
+    for segment in source.take_segments():
+        staging.add(segment.mapping.nbytes, [(segment.mapping.address, 0, segment.mapping.nbytes)])
+    staging.commit("x", bytes(body)).close()
+
+    with pytest.raises(VerificationFailed, match="tensor "):
+        check_checksums(open_session(Where(service, "spoiled"), "RO", HostMemory(), wait_s=0))
+
+
+def test_no_checksums_cannot_be_checked(service):
+    publish(service, TinyModel(), checksums=False).close()
+
+    with pytest.raises(ManifestMismatch, match="0 checksums"):
+        check_checksums(open_session(where_of(service, adapter_of()), "RO", HostMemory(), wait_s=0))
+
+
+def publish_raw(path, model):
+    adapter = adapter_of()
+    staging = open_session(Where(path, adapter.identity().content_key), "RW", HostMemory(), wait_s=1)
+    publish_model(staging, adapter, model, kind="checkpoint", label="raw", checksums=False, threads=1).close()
+
+
+def test_a_raw_checkpoint_is_bound_by_name(service):
+    holder = nn.Module()
+    for name, value in {"weight": torch.ones(2, 3), "bias": torch.ones(2)}.items():
+        holder.register_parameter(name, nn.Parameter(value))
+    publish_raw(service, holder)
+
+    loaded, _ = load(service, meta(lambda: nn.Linear(3, 2)))
+
+    assert bytes_of(loaded.weight) == bytes_of(torch.ones(2, 3))
+    assert loaded(torch.ones(1, 3)).tolist() == [[4.0, 4.0]]
+
+
+class Aliased(nn.Module):
+    """Something beside the persistent tensors looks at their memory, as fused layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4, 4))
+        self.register_buffer("turned", self.w.detach().t(), persistent=False)
+
+
+class Rotary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4, 4))
+        self.register_buffer("frequencies", torch.ones(3), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [(Aliased, "'turned' shares its memory"), (meta(Rotary), "'frequencies' is on the meta device")],
+)
+def test_a_raw_checkpoint_refuses_what_it_would_leave_behind(service, build, reason):
+    holder = nn.Module()
+    holder.register_parameter("w", nn.Parameter(torch.ones(4, 4)))
+    publish_raw(service, holder)
+
+    with pytest.raises(LoadFailed, match=reason):
+        load(service, build)
+
+
+def test_a_tensor_between_two_elements_is_refused_before_anything_moves(service):
+    memory = bytearray(range(12))
+    model = nn.Module()
+    model.raw = nn.Parameter(torch.frombuffer(memory, dtype=torch.uint8), requires_grad=False)
+    model.odd = nn.Parameter(torch.frombuffer(memory, dtype=torch.float32, offset=2, count=2))
+
+    with pytest.raises(NotAvailable, match="in the middle of an element"):
+        publish(service, model, adapter=adapter_of(lambda: model))
+    assert bytes(model.raw.tolist()) == bytes(memory)
+    assert client.status(service).keys == ()
+
+
+def test_what_no_importer_could_take_is_not_kept(service):
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(4, 8)[:, ::2])
+
+    with pytest.raises(ManifestMismatch, match="strided with gaps"):
+        publish(service, model, adapter=adapter_of(lambda: model))
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def test_pause_and_resume_with_a_replaced_parameter_keep_the_others(service, monkeypatch):
+    monkeypatch.setattr("modelexpress.gms.weights._SEGMENT_NBYTES", 1)  # a segment for each storage
+    model = randomize(two_layers(), 3)
+    publish(service, model, adapter=adapter_of(two_layers)).close()
+    loaded, imported = load(service, two_layers)
+    loaded[1].weight = nn.Parameter(torch.ones(4, 4))
+    gc.collect()
+
+    imported.pause()
+    imported.pause()
+    imported.resume()
+
+    assert bytes_of(loaded[0].weight) == bytes_of(model[0].weight)
+    assert bytes_of(loaded[1].weight) == bytes_of(torch.ones(4, 4))
+
+
+def test_resume_without_a_pause_changes_nothing(service):
+    publish(service, randomize(TinyModel(), 3)).close()
+    loaded, imported = load(service)
+    with torch.no_grad():
+        loaded.head.weight[0] = 999
+
+    imported.resume()
+
+    assert loaded.head.weight[0].tolist() == [999] * 8
+
+
+def test_resume_after_a_drop_is_stale(service):
+    publish(service, randomize(TinyModel(), 3)).close()
+    _loaded, imported = load(service)
+    imported.pause()
+    client.drop(where_of(service, adapter_of()))
+
+    with pytest.raises(StaleGeneration, match="is gone"):
+        imported.resume()
+
+
+def test_no_service_is_a_miss_within_milliseconds(tmp_path):
+    with pytest.raises(LoadFailed, match="no memory service is running"):
+        load(str(tmp_path / "none.sock"))
