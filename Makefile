@@ -30,9 +30,11 @@ check: $(STAMP)  ## Lint, formatting, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## Measure the peak memory of a retry, and the work before a byte moves
+bench: $(STAMP)  ## Measure peak memory of a retry and a publication, import time, the work before a byte moves
 	$(BIN)/python benchmarks/control_work.py
 	$(BIN)/python benchmarks/retry_peak_memory.py
+	$(BIN)/python benchmarks/gms_publish_peak.py
+	$(BIN)/python benchmarks/gms_import.py
 
 format: $(STAMP)  ## Format the code
 	$(BIN)/ruff check --fix-only .

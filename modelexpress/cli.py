@@ -7,25 +7,21 @@ could not be, 2 that the call is wrong.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from modelexpress import __version__
+from modelexpress import __version__, gms_cli
 from modelexpress.errors import ConfigError, LoadFailed, ModelExpressError, describe, printable
+from modelexpress.terminal import ProgressBar, add_row, console, log_to_stderr, on_stop_signals, print_json, table_of
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -43,8 +39,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_PIPE_WIDTH = 10_000
 _SIGNAL_POLL_S = 0.5
+
+app.add_typer(gms_cli.app)
 
 # Not checked to be readable: with a revision and a peer it need not be.
 CheckpointArg = Annotated[
@@ -94,8 +91,9 @@ def load(
     registry: RegistryOpt = None,
     revision: RevisionOpt = None,
     model_name: ModelNameOpt = None,
+    gms: Annotated[str | None, typer.Option(help="Socket of a memory service on this host.")] = None,
     strategies: Annotated[
-        str | None, typer.Option(help="Ways to load, in the order to try them. Default: rdma,disk.")
+        str | None, typer.Option(help="Ways to load, in the order to try them. Default: rdma,gms,disk.")
     ] = None,
     strict: Annotated[
         bool | None, typer.Option("--strict", help="Fail at the first attempt that does not deliver.")
@@ -118,10 +116,10 @@ def load(
     The tensors are checked and then let go: this shows whether, how and how fast an engine on this machine
     would get them. With --revision and a peer that serves it, the files need not be readable.
     """
-    _log_to_stderr(verbose)
+    log_to_stderr(verbose)
     from modelexpress import api
 
-    bar = _ProgressBar("loading")
+    bar = ProgressBar("loading")
     try:
         report = api.load_checkpoint(
             checkpoint,
@@ -130,6 +128,7 @@ def load(
             registry=registry,
             revision=revision,
             model_name=model_name,
+            gms=gms,
             strategies=strategies,
             strict=strict,
             verify=verify,
@@ -170,13 +169,13 @@ def serve(
     Prints one line that starts with "ready" when it can be found. After a signal nobody new finds it, those who
     read it may finish for up to 20 seconds, and it ends with exit code 0. Holds one copy of the checkpoint.
     """
-    _log_to_stderr(verbose)
-    _on_stop_signals(lambda *_: os._exit(0))  # nothing is published or opened yet, and imports swallow exceptions
+    log_to_stderr(verbose)
+    on_stop_signals(lambda *_: os._exit(0))  # nothing is published or opened yet, and imports swallow exceptions
     from modelexpress import api
 
     leaving = threading.Event()
-    _on_stop_signals(partial(_leave, leaving))
-    bar = _ProgressBar("reading")
+    on_stop_signals(partial(_leave, leaving))
+    bar = ProgressBar("reading")
     with api.serve_checkpoint(
         checkpoint,
         progress=bar.advance,
@@ -213,15 +212,15 @@ def sources(
     with closing(api.registry_of(config)) as opened:
         found = opened.find(None)
     if as_json:
-        _print_json({"sources": [_source_row(each.record, each.readers) for each in found]})
+        print_json({"sources": [_source_row(each.record, each.readers) for each in found]})
         return
-    table = _table("source", "kind", "serves", "GB", "tensors", "readers", "generation")
+    table = table_of("source", "kind", "serves", "GB", "tensors", "readers", "generation")
     for each in found:
         record = each.record
         size = f"{record.nbytes / 1e9:.3f}"
         counts = (str(record.tensors), str(each.readers), str(record.generation))
-        _add_row(table, record.name, record.kind, record.label, size, *counts)
-    _console().print(table if found else "no sources")
+        add_row(table, record.name, record.kind, record.label, size, *counts)
+    console().print(table if found else "no sources")
 
 
 @app.command()
@@ -275,12 +274,12 @@ def doctor(
 
     findings = examine(resolve_config({"registry": registry, "signing_key": signing_key}))
     if as_json:
-        _print_json({"findings": findings})
+        print_json({"findings": findings})
     else:
-        table = _table("what", "state", "detail")
+        table = table_of("what", "state", "detail")
         for each in findings:
-            _add_row(table, each.what, each.state, each.detail)
-        _console().print(table)
+            add_row(table, each.what, each.state, each.detail)
+        console().print(table)
     if any(each.what == "registry" and each.state == "fails" for each in findings):
         raise typer.Exit(1)
 
@@ -306,51 +305,27 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-class _ProgressBar:
-    """Bytes and rate on a terminal; nothing when stdout or stderr is not one."""
-
-    def __init__(self, what: str) -> None:
-        from rich.progress import DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
-
-        shown = _is_terminal(sys.stderr) and _is_terminal(sys.stdout)
-        columns = (TextColumn(what), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)
-        self._task = self._progress.add_task(what, total=None)
-        self._progress.start()
-
-    def advance(self, nbytes: int) -> None:
-        self._progress.advance(self._task, nbytes)
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
 def _leave(leaving: threading.Event, number: int, frame: FrameType | None) -> NoReturn:
     """First signal: unwind, which withdraws. A second one ends the process at once.
 
     The event is for the case that the exception is raised in code that cannot pass it on, like a finalizer.
     """
     leaving.set()
-    _on_stop_signals(signal.SIG_DFL)
+    on_stop_signals(signal.SIG_DFL)
     raise SystemExit(0)
-
-
-def _on_stop_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, handler)
 
 
 def _show_report(report: LoadReport, *, as_json: bool) -> None:
     if as_json:
         typer.echo(report.to_json())
         return
-    table = _table("strategy", "source", "outcome", "GB", "seconds", "GB/s", "reason")
+    table = table_of("strategy", "source", "outcome", "GB", "seconds", "GB/s", "reason")
     for each in report.attempts:
         rate = f"{each.nbytes / each.seconds / 1e9:.2f}" if each.nbytes and each.seconds else ""
         gigabytes = f"{each.nbytes / 1e9:.3f}" if each.nbytes else ""
         numbers = (gigabytes, f"{each.seconds:.3f}", rate)
-        _add_row(table, each.strategy, each.source or "", each.outcome, *numbers, each.error or "")
-    _console().print(table)
+        add_row(table, each.strategy, each.source or "", each.outcome, *numbers, each.error or "")
+    console().print(table)
     if report.strategy is None:
         typer.echo("nothing was loaded", err=True)
     else:
@@ -371,13 +346,13 @@ def _show_index(index: CheckpointIndex, facts: dict[str, str], *, as_json: bool)
             }
             for each in tensors
         ]
-        _print_json({"shards": shards, "nbytes": index.manifest.nbytes, "tensors": listed, **facts})
+        print_json({"shards": shards, "nbytes": index.manifest.nbytes, "tensors": listed, **facts})
         return
-    table = _table("tensor", "dtype", "shape", "bytes", "shard")
+    table = table_of("tensor", "dtype", "shape", "bytes", "shard")
     for each in tensors:
         shard = shards[each.storage] if each.storage >= 0 else ""
-        _add_row(table, each.name, each.dtype, str(list(each.shape)), f"{each.nbytes:,}", shard)
-    _console().print(table)
+        add_row(table, each.name, each.dtype, str(list(each.shape)), f"{each.nbytes:,}", shard)
+    console().print(table)
     typer.echo(f"valid: {len(tensors)} tensors, {index.manifest.nbytes:,} bytes in {len(shards)} files")
     for name, fact in facts.items():
         typer.echo(f"{name}: {printable(fact)}")
@@ -397,42 +372,10 @@ def _source_row(record: SourceRecord, readers: int) -> dict[str, object]:
     }
 
 
-def _table(*columns: str) -> Table:
-    table = Table()
-    for each in columns:
-        table.add_column(each, overflow="fold")
-    return table
-
-
-def _add_row(table: Table, *cells: str) -> None:
-    # As text, not as rich's markup: names come from files and from other people's sources.
-    table.add_row(*(Text(printable(each)) for each in cells))
-
-
-def _console() -> Console:
-    # A pipe has no width: nothing is folded there, so that a row stays a line.
-    return Console() if _is_terminal(sys.stdout) else Console(width=_PIPE_WIDTH)
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    return stream is not None and stream.isatty()  # None: the shell closed it
-
-
-def _print_json(value: object) -> None:
-    import msgspec
-
-    typer.echo(msgspec.json.encode(value).decode())
-
-
-def _log_to_stderr(verbose: bool) -> None:
-    level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-
-
 def _fail(message: str, code: int) -> NoReturn:
     typer.echo(message, err=True)
     if "--json" in sys.argv[1:]:
-        _print_json({"error": message.removeprefix("error: ")})
+        print_json({"error": message.removeprefix("error: ")})
     sys.exit(code)
 
 

@@ -1,0 +1,252 @@
+"""Importing a model from a memory service against copying the same bytes once, and what two readers cost in memory.
+
+An import is timed from the first message to the last tensor bound; the module is built before, on the meta device.
+A copy is one thread's memcpy of the same bytes, from touched into touched memory. They take turns in one process,
+and the bytes are checked after each. Then two processes import and read every page: their PSS together, over what
+they had before, is one copy. Writes one JSON row a size to benchmarks/results/gms_import.jsonl.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import mmap
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from peer_process import PeerProcess
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from modelexpress.adapter import ModuleAdapter
+from modelexpress.gms.client import Imported, Segment, Staging, Where, drop, open_session
+from modelexpress.gms.memory import HostMemory
+from modelexpress.gms.weights import bind_model, contents_of, match_model, publish_model
+from modelexpress.manifest import WeightsIdentity
+from modelexpress.memory import memory_at
+
+RESULTS = Path(__file__).parent / "results" / "gms_import.jsonl"
+SIZES_GB = (0.25, 1.0, 4.0)
+TENSORS = 300
+PAIRS = 9
+COPY_AT_MOST = 0.1  # of a memcpy, at 1 GB
+SIZES_AT_MOST = 1.5  # between the slowest and the fastest size: an import looks at tensors, not at bytes
+PSS_AT_MOST = 1.1  # of one copy, for two readers together
+WIDTH = 1024
+KEY = "benchmark"
+
+
+def build(nbytes: int, device: str) -> nn.Module:
+    """300 equal layers of bfloat16."""
+    rows = round(nbytes / TENSORS / WIDTH / 2)
+    with torch.device(device):
+        return nn.Sequential(*(nn.Linear(WIDTH, rows, bias=False, dtype=torch.bfloat16) for _ in range(TENSORS)))
+
+
+def adapter_of(nbytes: int) -> ModuleAdapter:
+    def identify() -> WeightsIdentity:
+        ranks = dict.fromkeys(("tp_rank", "pp_rank", "ep_rank", "dp_rank"), 0)
+        sizes = dict.fromkeys(("tp_size", "pp_size", "ep_size", "dp_size"), 1)
+        named = dict.fromkeys(("revision", "engine", "engine_version", "dtype", "quantization"), "benchmark")
+        return WeightsIdentity(model=str(nbytes), role="target", **named, **ranks, **sizes)
+
+    return ModuleAdapter(lambda: build(nbytes, "meta"), identify)
+
+
+def publish(socket: str, nbytes: int) -> tuple[int, str]:
+    """Put random weights into the service; returns their bytes and checksum."""
+    module = build(nbytes, "cpu")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for each in module.parameters():
+            each.view(torch.int16).random_(generator=generator)
+    staging = open_session(Where(socket, KEY), "RW", HostMemory(), wait_s=10)
+    assert isinstance(staging, Staging)
+    publish_model(staging, adapter_of(nbytes), module, kind="layout", label="bench", checksums=False, threads=1).close()
+    return sum(each.nbytes for each in module.parameters()), checksum(module)
+
+
+def checksum(module: nn.Module) -> str:
+    digest = xxhash.xxh3_128()
+    for each in module.parameters():
+        digest.update(memory_at(each.data_ptr(), each.nbytes))
+    return digest.hexdigest()
+
+
+def import_into(module: nn.Module, socket: str, adapter: ModuleAdapter) -> Imported:
+    """What is timed."""
+    imported = open_session(Where(socket, KEY), "RO", HostMemory(), wait_s=0)
+    assert isinstance(imported, Imported)
+    segments = imported.take_segments()
+    contents = contents_of(imported.body, [segment.mapping.nbytes for segment in segments])
+    bind_model(contents, match_model(contents, adapter, module), segments)
+    return imported
+
+
+class Copy:
+    """One thread's memcpy out of the service's memory, every page of both sides touched before."""
+
+    def __init__(self, socket: str) -> None:
+        imported = open_session(Where(socket, KEY), "RO", HostMemory(), wait_s=0)
+        assert isinstance(imported, Imported)
+        self._segments: tuple[Segment, ...] = imported.take_segments()
+        self.nbytes = sum(segment.mapping.nbytes for segment in self._segments)
+        self._target = mmap.mmap(-1, self.nbytes)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._target))
+        self.run()
+
+    def run(self) -> None:
+        at = self._address
+        for segment in self._segments:
+            ctypes.memmove(at, segment.mapping.address, segment.mapping.nbytes)
+            at += segment.mapping.nbytes
+
+
+def seconds_of(run: Any, *arguments: object) -> tuple[float, Any]:  # noqa: ANN401
+    gc.collect()
+    gc.disable()
+    started = time.perf_counter()
+    result = run(*arguments)
+    taken = time.perf_counter() - started
+    gc.enable()
+    return taken, result
+
+
+def measure(socket: str, nbytes: int) -> dict[str, object]:
+    published, expected = publish(socket, nbytes)
+    adapter, copy = adapter_of(nbytes), Copy(socket)
+    imports: list[float] = []
+    copies: list[float] = []
+    for number in range(PAIRS + 1):
+        module = build(nbytes, "meta")
+        import_s, imported = seconds_of(import_into, module, socket, adapter)
+        if checksum(module) != expected:
+            sys.exit(f"the import of {published:,} bytes has other bytes than were published")
+        del module
+        imported.close()
+        copy_s, _ = seconds_of(copy.run)
+        if number:  # the first warms up
+            imports.append(import_s)
+            copies.append(copy_s)
+    del copy
+    return {
+        "strategy": "gms",
+        "nbytes": published,
+        "tensors": TENSORS,
+        "import_s": spread(imports),
+        "memcpy_s": spread(copies),
+        "memcpy_gb_per_s": published / statistics.median(copies) / 1e9,
+        "ratio": statistics.median(i / c for i, c in zip(imports, copies, strict=True)),
+        "pss_of_two_readers": pss_of_two(socket, nbytes) / published,
+        "cache": "published by this process, in memory",
+        "torch": torch.__version__,
+        "cpus": os.cpu_count(),
+    }
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    return {"min": min(seconds), "median": statistics.median(seconds), "max": max(seconds)}
+
+
+def pss_of_two(socket: str, nbytes: int) -> int:
+    """What two processes that read every page have more than before they imported."""
+    command = [sys.executable, __file__, "read", socket, str(nbytes)]
+    with ExitStack() as stack:
+        readers = [
+            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            for _ in range(2)
+        ]
+        before = [int(line_of(reader)) for reader in readers]
+        for word in ("import", "measure"):
+            for reader in readers:
+                say(reader, word)
+            after = [int(line_of(reader)) for reader in readers]
+        return sum(after) - sum(before)
+
+
+def line_of(reader: subprocess.Popen[str]) -> str:
+    assert reader.stdout is not None
+    return reader.stdout.readline()
+
+
+def say(reader: subprocess.Popen[str], word: str) -> None:
+    assert reader.stdin is not None
+    reader.stdin.write(f"{word}\n")
+    reader.stdin.flush()
+
+
+def read(socket: str, nbytes: int) -> None:
+    """A reader: its PSS before, when it has read every page, and when the other has, too."""
+    module = build(nbytes, "meta")
+    for word in ("", "import\n", "measure\n"):
+        if word and sys.stdin.readline() != word:
+            return
+        if word == "import\n":
+            import_into(module, socket, adapter_of(nbytes))
+            checksum(module)
+        print(pss_bytes(), flush=True)
+    sys.stdin.read()  # stay mapped until the other was measured, too
+
+
+def pss_bytes() -> int:
+    """Without files: how many processes share torch's libraries at the moment is not what is asked."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem"))
+
+
+def faults_of(rows: list[dict[str, Any]]) -> list[str]:
+    faults = []
+    medians = [row["import_s"]["median"] for row in rows]
+    if rows[1]["ratio"] > COPY_AT_MOST:
+        faults.append(f"an import of 1 GB takes {rows[1]['ratio']:.3f} of a memcpy; at most {COPY_AT_MOST}")
+    if max(medians) > SIZES_AT_MOST * min(medians):
+        faults.append(
+            f"imports of {TENSORS} tensors differ by {max(medians) / min(medians):.2f}; at most {SIZES_AT_MOST}"
+        )
+    if max(row["pss_of_two_readers"] for row in rows) > PSS_AT_MOST:
+        faults.append(f"two readers take more than {PSS_AT_MOST} copies")
+    return faults
+
+
+def main() -> None:
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        socket = f"{folder}/gms.sock"
+        with PeerProcess([sys.executable, "-m", "modelexpress", "gms", "serve", "--socket", socket]):
+            for size in SIZES_GB:
+                rows.append(measure(socket, round(size * 1e9)))
+                drop(Where(socket, KEY))
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+    table = Table("GB", "tensors", "import, ms", "memcpy, ms", "import / memcpy", "PSS of two readers, copies")
+    for row in rows:
+        numbers = (1e3 * row["import_s"]["median"], 1e3 * row["memcpy_s"]["median"])
+        table.add_row(
+            f"{row['nbytes'] / 1e9:.2f}",
+            str(TENSORS),
+            *(f"{number:.1f}" for number in numbers),
+            f"{row['ratio']:.4f}",
+            f"{row['pss_of_two_readers']:.3f}",
+        )
+    Console(width=max(120, Console().width)).print(table)
+    if faults := faults_of(rows):
+        sys.exit("; ".join(faults))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["read"]:
+        read(sys.argv[2], int(sys.argv[3]))
+    else:
+        main()
