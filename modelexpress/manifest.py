@@ -279,6 +279,20 @@ def pieces(manifest: Manifest) -> Iterator[Piece]:
     return cut(manifest.spans())
 
 
+def batches(tensors: Iterable[TensorSpec], nbytes: int) -> Iterator[list[TensorSpec]]:
+    """Neighbours, as many as fit into `nbytes` together; a larger tensor stays alone."""
+    batch: list[TensorSpec] = []
+    filled = 0
+    for tensor in tensors:
+        if batch and filled + tensor.nbytes > nbytes:
+            yield batch
+            batch, filled = [], 0
+        batch.append(tensor)
+        filled += tensor.nbytes
+    if batch:
+        yield batch
+
+
 def _impossible(tensor: TensorSpec, storages: tuple[StorageSpec, ...]) -> str | None:
     if tensor.dtype not in DTYPE_NBYTES:
         return f"unknown dtype {tensor.dtype!r}"

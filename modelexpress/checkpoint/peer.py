@@ -8,7 +8,7 @@ import torch
 
 from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.discovery import FoundTensor, manifest_of, torch_dtype
-from modelexpress.manifest import PIECE_NBYTES, Manifest, TensorSpec
+from modelexpress.manifest import PIECE_NBYTES, Manifest, batches
 from modelexpress.plan import TransferPlan, plan_checkpoint
 from modelexpress.transport import Arrived, Connection
 
@@ -32,22 +32,9 @@ class PeerTensors(CheckpointTensors):
         wanted = None if names is None else set(names)
         chosen = [spec for spec in self.manifest.tensors if wanted is None or spec.name in wanted]
         chosen.sort(key=lambda spec: (spec.storage, spec.offset, spec.name))
-        for block in _blocks(chosen):
+        for block in batches(chosen, _BLOCK_NBYTES):
             fresh = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec), device="cpu") for spec in block}
             here = manifest_of(tuple(FoundTensor(name, each, "parameter", True) for name, each in fresh.items()))
             there = Manifest(self.manifest.storages, tuple(sorted(block, key=lambda spec: spec.name)))
             self.read(plan_checkpoint(there, here))
             yield from fresh.items()
-
-
-def _blocks(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    block: list[TensorSpec] = []
-    nbytes = 0
-    for spec in specs:
-        if block and nbytes + spec.nbytes > _BLOCK_NBYTES:
-            yield block
-            block, nbytes = [], 0
-        block.append(spec)
-        nbytes += spec.nbytes
-    if block:
-        yield block

@@ -24,7 +24,7 @@ from modelexpress.checkpoint.files import check_unchanged, fill, open_regular
 from modelexpress.checkpoint.index import CheckpointIndex
 from modelexpress.discovery import torch_dtype
 from modelexpress.errors import CheckpointError, ConfigError
-from modelexpress.manifest import NO_STORAGE, PIECE_NBYTES, TensorSpec
+from modelexpress.manifest import NO_STORAGE, PIECE_NBYTES, TensorSpec, batches
 from modelexpress.memory import device_memory_at, memory_at
 from modelexpress.plan import Chunk, TransferPlan
 from modelexpress.transport import Arrived
@@ -110,7 +110,7 @@ class DiskTensors(CheckpointTensors):
 
     def _read_ahead(self, wanted: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         with _Ahead(self._index, self._threads) as ahead:
-            for group in chain(_groups(wanted), [[]]):
+            for group in chain(batches(wanted, _GROUP_NBYTES), [[]]):
                 arrived = ahead.arrived()
                 ahead.start(group)
                 while arrived:
@@ -261,20 +261,6 @@ class _Ahead:
             read.result()
         tensors, self._tensors = self._tensors, []
         return tensors[::-1]
-
-
-def _groups(wanted: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    """Neighbours in the file, as many as fit in one read-ahead; a larger tensor stays alone."""
-    group: list[TensorSpec] = []
-    nbytes = 0
-    for tensor in wanted:
-        if group and nbytes + tensor.nbytes > _GROUP_NBYTES:
-            yield group
-            group, nbytes = [], 0
-        group.append(tensor)
-        nbytes += tensor.nbytes
-    if group:
-        yield group
 
 
 def _cut(parts: list[_Part], lanes: int) -> list[list[_Part]]:
