@@ -262,17 +262,18 @@ def inspect(
 @app.command()
 def doctor(
     registry: RegistryOpt = None,
+    gms: Annotated[str | None, typer.Option(help="Socket of a memory service on this host.")] = None,
     signing_key: SigningKeyOpt = None,
     as_json: JsonOpt = False,
 ) -> None:
     """Say which ways of loading work on this machine, and why the others do not.
 
-    Exits 1 when a registry was named and cannot be used.
+    Exits 1 when a registry or a memory service was named and cannot be used.
     """
     from modelexpress.config import resolve_config
     from modelexpress.doctor import examine
 
-    findings = examine(resolve_config({"registry": registry, "signing_key": signing_key}))
+    findings = examine(resolve_config({"registry": registry, "gms": gms, "signing_key": signing_key}))
     if as_json:
         print_json({"findings": findings})
     else:
@@ -280,7 +281,7 @@ def doctor(
         for each in findings:
             add_row(table, each.what, each.state, each.detail)
         console().print(table)
-    if any(each.what == "registry" and each.state == "fails" for each in findings):
+    if any(each.what in ("registry", "gms") and each.state == "fails" for each in findings):
         raise typer.Exit(1)
 
 

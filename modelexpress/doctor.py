@@ -17,6 +17,7 @@ import torch
 from modelexpress.api import nixl_transport, registry_of
 from modelexpress.config import Config
 from modelexpress.errors import ModelExpressError, describe
+from modelexpress.gms.client import status
 from modelexpress.registry.open import redact
 
 
@@ -40,6 +41,7 @@ def _findings(config: Config) -> Iterator[Finding]:
     yield _tried("rdma: nixl", lambda: _try_nixl(config))
     yield _tried("rdma: redis package", lambda: f"redis {metadata.version('redis')}")
     yield _registry(config)
+    yield _gms(config)
     yield _cross_memory_attach()
     yield _shared_memory()
 
@@ -76,6 +78,17 @@ def _registry(config: Config) -> Finding:
             registry.close()
 
     return _tried("registry", look)
+
+
+def _gms(config: Config) -> Finding:
+    if config.gms is None:
+        return Finding("gms", "off", "no memory service is configured; set --gms or MX_GMS")
+
+    def look() -> str:
+        held = status(config.gms or "")
+        return f"pid {held.pid} holds {held.used_nbytes / 1e9:.3f} GB of {held.device} memory, keys: {len(held.keys)}"
+
+    return _tried("gms", look)
 
 
 def _accelerators() -> str:

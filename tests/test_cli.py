@@ -178,6 +178,7 @@ def test_doctor_exits_1_when_the_registry_cannot_be_used(tmp_path):
     (tmp_path / "file").touch()
 
     assert modelexpress("doctor", "--registry", f"file://{tmp_path}/file").returncode == 1
+    assert modelexpress("doctor", "--gms", tmp_path / "none.sock").returncode == 1
 
 
 def test_version():
