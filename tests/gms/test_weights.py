@@ -124,7 +124,7 @@ def test_the_memory_lives_as_long_as_any_tensor_on_it_and_the_session_with_it(se
     gc.collect()
 
     assert bytes_of(weight) == expected
-    assert readers(service) == 1
+    assert eventually(lambda: readers(service) == 1)
     del weight
     assert eventually(lambda: readers(service) == 0)
 
@@ -222,7 +222,7 @@ def test_a_failed_publication_leaves_the_model_its_weights_and_the_old_generatio
 
         assert snapshot(big) == expected
         assert snapshot(load(path)[0]) == snapshot(small)
-        assert client.status(path).used_nbytes < 100_000
+        assert eventually(lambda: client.status(path).used_nbytes < 50_000)
 
 
 def test_pause_and_resume_keep_addresses_and_bytes(service):
@@ -369,7 +369,7 @@ def test_a_tensor_between_two_elements_is_refused_before_anything_moves(service)
     with pytest.raises(NotAvailable, match="in the middle of an element"):
         publish(service, model, adapter=adapter_of(lambda: model))
     assert bytes(model.raw.tolist()) == bytes(memory)
-    assert client.status(service).keys == ()
+    assert eventually(lambda: client.status(service).keys == ())
 
 
 def test_what_no_importer_could_take_is_not_kept(service):
