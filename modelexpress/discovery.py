@@ -179,7 +179,9 @@ def _place(found: FoundTensor, *, meta: bool) -> _Place | None:
         address = storage._cdata * _META_STEP if tensor.is_meta else storage.data_ptr()
         itemsize = tensor.element_size()
         offset = int(tensor.storage_offset()) * itemsize
-        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        last = 0
+        for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+            last += (size - 1) * step
         end, storage_nbytes = offset + (last + 1) * itemsize, storage.nbytes()
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as exc:
         raise NotAvailable(f"tensor {found.name!r}: torch cannot say where it lies: {exc}") from exc

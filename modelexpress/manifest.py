@@ -140,6 +140,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     @property
     def is_dense(self) -> bool:
         """Whether the elements fill their bytes exactly: contiguous up to the order of dimensions."""
+        if self.is_contiguous:  # nearly always, and quicker to see
+            return True
         step = 1
         for stride, size in sorted(
             (stride, size) for stride, size in zip(self.stride, self.shape, strict=True) if size > 1
@@ -255,6 +257,8 @@ def normal_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int,
     """The stride without the numbers that mean nothing, so that equal layouts compare equal."""
     if 0 in shape:
         return (1,) * len(shape)
+    if 1 not in shape:
+        return tuple(stride)
     return tuple(1 if size == 1 else step for size, step in zip(shape, stride, strict=True))
 
 
@@ -298,7 +302,7 @@ def _impossible(tensor: TensorSpec, storages: tuple[StorageSpec, ...]) -> str | 
         return f"unknown dtype {tensor.dtype!r}"
     if len(tensor.shape) != len(tensor.stride):
         return f"{len(tensor.shape)} sizes and {len(tensor.stride)} strides"
-    if any(size < 0 for size in tensor.shape) or any(step < 0 for step in tensor.stride) or tensor.offset < 0:
+    if min((*tensor.shape, *tensor.stride, tensor.offset)) < 0:
         return "a negative size, stride or offset"
     if tensor.storage == NO_STORAGE:
         return None if 0 in tensor.shape else "it has elements and no storage"
