@@ -14,11 +14,8 @@ import torch
 from torch import nn
 
 from modelexpress.adapter import CheckpointAdapter, EngineAdapter, ModuleAdapter
-from modelexpress.checkpoint.checksums import read_checksums
 from modelexpress.checkpoint.content_digest import content_digest
 from modelexpress.checkpoint.index import CheckpointIndex, open_index
-from modelexpress.checkpoint.observed import ObservedTensors
-from modelexpress.checkpoint.reader import DiskTensors
 from modelexpress.config import Config, resolve_config
 from modelexpress.discovery import manifest_of
 from modelexpress.errors import ConfigError, GmsError, ModelExpressError, NotAvailable, RegistryError, describe
@@ -34,7 +31,7 @@ from modelexpress.registry.open import open_registry
 from modelexpress.source import Served, WeightSource
 from modelexpress.strategies.base import Attempt, LoadReport, LoadStrategy, LoadTarget, Outcome
 from modelexpress.strategies.chain import LoadStrategyChain
-from modelexpress.strategies.disk import DiskCheckpoint
+from modelexpress.strategies.disk import DiskCheckpoint, open_files
 from modelexpress.strategies.gms import GmsImport
 from modelexpress.strategies.rdma import RdmaFromPeer
 from modelexpress.transport import Transport
@@ -363,13 +360,7 @@ def _into_memory(
         for tensor in index.manifest.tensors
     )
     manifest = Manifest(storages, tensors)
-    checksums = read_checksums(index) if config.verify != "off" else None
-    files = ObservedTensors(
-        DiskTensors(index, threads=config.threads),
-        checksums=checksums or b"",
-        verify=config.verify if checksums is not None else "off",
-        progress=progress,
-    )
+    files = open_files(index, threads=config.threads, verify=config.verify, progress=progress)
     files.read(plan_checkpoint(index.manifest, manifest))
     return manifest, blocks
 

@@ -373,9 +373,9 @@ def _is_array(value: object) -> bool:
     """Bytes, an array, or a long table of numbers: compared as a whole, not number by number."""
     if isinstance(value, (bytes, bytearray, array.array)):
         return True
-    if type(value) in (list, tuple, dict) and len(value) > _LONG:  # type: ignore[arg-type]
+    if type(value) in (list, tuple, dict) and len(value) > _LONG:  # type: ignore[arg-type]  # type() does not narrow
         members = value.values() if isinstance(value, dict) else value
-        return all(type(each) in _NUMBERS for each in members)  # type: ignore[attr-defined]
+        return all(type(each) in _NUMBERS for each in members)  # type: ignore[attr-defined]  # nor here
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from modelexpress.errors import ConfigError, NotAvailable
+from modelexpress.errors import ConfigError, GmsError, NotAvailable
 from modelexpress.terminal import ProgressBar, add_row, console, log_to_stderr, on_stop_signals, print_json, table_of
 
 if TYPE_CHECKING:
@@ -129,8 +129,10 @@ def check(key: KeyArg, socket: SocketOpt) -> None:
     from modelexpress.gms.weights import check_checksums
 
     granted = open_session(_find(key, socket), "RO", HostMemory(), wait_s=0.0)
-    if isinstance(granted, Imported):
-        typer.echo(f"generation {granted.generation}: {_gb(check_checksums(granted))} GB are as they were committed")
+    if not isinstance(granted, Imported):
+        granted.close()
+        raise GmsError(f"the memory service at {socket} let a session stage that asked to read")
+    typer.echo(f"generation {granted.generation}: {_gb(check_checksums(granted))} GB are as they were committed")
 
 
 @app.command()

@@ -206,9 +206,6 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         layout = (tuple(s.nbytes for s in self.storages), self.tensors, self.scalars)
         return hashlib.sha256(msgspec.msgpack.encode(layout)).hexdigest()
 
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
     def validate(self) -> None:
         """Check a manifest that came from outside: every tensor lies inside its storage.
 
@@ -225,20 +222,6 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             reason = _impossible(tensor, self.storages)
             if reason:
                 raise ManifestMismatch(f"tensor {tensor.name!r} is impossible: {reason}")
-
-
-def decode_manifest(data: bytes) -> Manifest:
-    """Read a manifest that came from outside.
-
-    Raises:
-        ManifestMismatch: the bytes are no manifest, or one that describes impossible tensors.
-    """
-    try:
-        manifest = msgspec.msgpack.decode(data, type=Manifest)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise ManifestMismatch(f"the source's manifest cannot be read: {exc}") from exc
-    manifest.validate()
-    return manifest
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

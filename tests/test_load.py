@@ -238,4 +238,4 @@ def test_public_names_are_all_importable():
     assert all(getattr(modelexpress, name) is not None for name in modelexpress.__all__)
     assert issubclass(RecoveryFailed, modelexpress.ModelExpressError)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        modelexpress.nothing  # noqa: B018
+        modelexpress.nothing  # noqa: B018 - the access is the test

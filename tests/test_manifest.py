@@ -12,9 +12,9 @@ from modelexpress.manifest import (
     TensorSpec,
     WeightsIdentity,
     contiguous_stride,
-    decode_manifest,
     pieces,
 )
+from modelexpress.offer import Offer, decode_offer
 
 IDENTITY = WeightsIdentity(
     model="org/model",
@@ -157,7 +157,7 @@ def test_layout_digest_ignores_addresses_only():
 def test_manifest_survives_the_wire():
     sent = manifest(tensor("a", 0, 8), tensor("b", 8, 4, dtype="float32"))
 
-    assert decode_manifest(sent.encode()) == sent
+    assert decode_offer(Offer(sent, b"", b"").encode()).manifest == sent
 
 
 @pytest.mark.parametrize(
@@ -178,10 +178,10 @@ def test_manifest_survives_the_wire():
 )
 def test_foreign_manifests_that_reach_outside_are_refused(bad, reason):
     with pytest.raises(ManifestMismatch, match=reason):
-        decode_manifest(bad.encode())
+        decode_offer(Offer(bad, b"", b"").encode())
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x90\x90", b"not msgpack", b"\x93" * 5000])
 def test_garbage_is_no_manifest(data):
     with pytest.raises(ManifestMismatch, match="cannot be read"):
-        decode_manifest(data)
+        decode_offer(data)

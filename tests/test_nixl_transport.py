@@ -21,8 +21,8 @@ from modelexpress.plan import plan_transfer
 from tests.support.nixl_peer import ROOT, Peer, manifest_over, pattern
 
 nixl = pytest.importorskip("nixl")
-from modelexpress import nixl_transport  # noqa: E402
-from modelexpress.nixl_transport import ERROR_MEANINGS, NixlTransport  # noqa: E402
+from modelexpress import nixl_transport  # noqa: E402 - after importorskip
+from modelexpress.nixl_transport import ERROR_MEANINGS, NixlTransport  # noqa: E402 - after importorskip
 
 pytestmark = pytest.mark.nixl
 

@@ -39,7 +39,7 @@ class Blocks:
         lease = memoryview(block)[:nbytes]
         weakref.finalize(lease, self._spare.append, block).atexit = False
         storage = torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]  # stubs lack it
 
     def close(self) -> None:
         """Give back what is spare. Tensors that were handed out stay as they are."""

@@ -216,7 +216,7 @@ def _check_complete(root: Path, names: list[str]) -> None:
         if len(numbers) == int(total) and numbers == set(range(first, first + len(numbers))):
             continue
         lacking = (n for n in range(first, first + int(total)) if n not in numbers)
-        listed = ", ".join(f"{stem}-{n:0{len(total)}}-of-{total}{SUFFIX}" for n, _ in zip(lacking, range(_LISTED)))  # noqa: B905
+        listed = ", ".join(f"{stem}-{n:0{len(total)}}-of-{total}{SUFFIX}" for n, _ in zip(lacking, range(_LISTED)))  # noqa: B905 - the first few of them
         raise CheckpointError(
             f"{root}: {len(numbers)} of {int(total)} shards {stem}-*-of-{total}{SUFFIX} are there; missing: "
             f"{listed or 'none, but there are more than the total'}"

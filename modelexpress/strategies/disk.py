@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.checkpoint.checksums import read_checksums
-from modelexpress.checkpoint.index import open_index
+from modelexpress.checkpoint.index import CheckpointIndex, open_index
 from modelexpress.checkpoint.observed import ObservedTensors
 from modelexpress.checkpoint.reader import DiskTensors
 from modelexpress.digest import Verify
 from modelexpress.errors import CheckpointError, ManifestMismatch, printable
 from modelexpress.strategies.base import LoadSource, LoadStrategy, LoadTarget, TransferStats, load_raw, raw_tolerance
+
+
+def open_files(
+    index: CheckpointIndex, *, threads: int, verify: Verify, progress: Callable[[int], None] | None
+) -> CheckpointTensors:
+    """The tensors of validated files, compared with recorded checksums where there are any and `verify` asks for it.
+
+    Raises:
+        CheckpointError: the recorded checksums cannot be used.
+    """
+    checksums = read_checksums(index) if verify != "off" else None
+    return ObservedTensors(
+        DiskTensors(index, threads=threads),
+        checksums=checksums or b"",
+        verify=verify if checksums is not None else "off",
+        progress=progress,
+    )
 
 
 class DiskCheckpoint(LoadStrategy):
@@ -43,13 +61,7 @@ class _Folder(LoadSource):
 
     def load(self, target: LoadTarget) -> TransferStats:
         index = open_index(self._checkpoint)
-        checksums = read_checksums(index) if self._verify != "off" else None
-        tensors = ObservedTensors(
-            DiskTensors(index, threads=self._threads),
-            checksums=checksums or b"",
-            verify=self._verify if checksums is not None else "off",
-            progress=target.progress,
-        )
+        tensors = open_files(index, threads=self._threads, verify=self._verify, progress=target.progress)
         try:
             return load_raw(target, tensors, confirm=lambda: None)
         except ManifestMismatch as exc:

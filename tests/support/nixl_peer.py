@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from modelexpress.manifest import Manifest, StorageSpec, TensorSpec, decode_manifest
+from modelexpress.manifest import Manifest, StorageSpec, TensorSpec
+from modelexpress.offer import Offer, decode_offer
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -54,11 +55,11 @@ class Peer:
         self.process.start()
         theirs.close()
         try:
-            self.endpoint, manifest = self._answer(_START_S)
+            offer = decode_offer(self._answer(_START_S))
         except BaseException:
             self.close()
             raise
-        self.manifest = decode_manifest(manifest)
+        self.endpoint, self.manifest = offer.endpoint, offer.manifest
 
     def tell(self, command: str) -> object:
         """`close` ends the registration, `free` unmaps the memory; anything else is said back."""
@@ -102,7 +103,7 @@ def _serve(pipe: Connection, sizes: list[int], seed: int, env: dict[str, str]) -
         each[:] = pattern(seed, at, each.nbytes)
     manifest = manifest_over(arrays)
     registration = NixlTransport(lanes=1, connect_timeout_s=5).register(manifest)
-    pipe.send((registration.endpoint, manifest.encode()))
+    pipe.send(Offer(manifest, registration.endpoint, b"").encode())
     with suppress(EOFError):  # the test has ended
         while command := pipe.recv():
             if command == "close":
