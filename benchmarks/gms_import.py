@@ -1,9 +1,10 @@
 """Importing a model from a memory service against copying the same bytes once, and what two readers cost in memory.
 
 An import is timed from the first message to the last tensor bound; the module is built before, on the meta device.
-A copy is one thread's memcpy of the same bytes, from touched into touched memory. They take turns in one process,
-and the bytes are checked after each. Then two processes import and read every page: their PSS together, over what
-they had before, is one copy. Writes one JSON row a size to benchmarks/results/gms_import.jsonl.
+A copy is one thread's memcpy of the same bytes, from touched into touched memory. Imports and copies of all sizes take
+turns in one process, and the bytes are checked after each import. Then two processes import and read every page:
+their PSS together, over what they had before, is one copy. Needs 12 GB of memory. Writes one JSON row a size to
+benchmarks/results/gms_import.jsonl.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rich.table import Table
 from torch import nn
 
 from modelexpress.adapter import ModuleAdapter
-from modelexpress.gms.client import Imported, Segment, Staging, Where, drop, open_session
+from modelexpress.gms.client import Imported, Segment, Staging, Where, open_session
 from modelexpress.gms.memory import HostMemory
 from modelexpress.gms.weights import bind_model, contents_of, match_model, publish_model
 from modelexpress.manifest import WeightsIdentity
@@ -39,12 +40,11 @@ from modelexpress.memory import memory_at
 RESULTS = Path(__file__).parent / "results" / "gms_import.jsonl"
 SIZES_GB = (0.25, 1.0, 4.0)
 TENSORS = 300
-PAIRS = 9
+ROUNDS = 15
 COPY_AT_MOST = 0.1  # of a memcpy, at 1 GB
 SIZES_AT_MOST = 1.5  # between the slowest and the fastest size: an import looks at tensors, not at bytes
 PSS_AT_MOST = 1.1  # of one copy, for two readers together
 WIDTH = 1024
-KEY = "benchmark"
 
 
 def build(nbytes: int, device: str) -> nn.Module:
@@ -64,6 +64,10 @@ def adapter_of(nbytes: int) -> ModuleAdapter:
     return ModuleAdapter(lambda: build(nbytes, "meta"), identify)
 
 
+def where(socket: str, nbytes: int) -> Where:
+    return Where(socket, f"benchmark {nbytes}")
+
+
 def publish(socket: str, nbytes: int) -> tuple[int, str]:
     """Put random weights into the service; returns their bytes and checksum."""
     module = build(nbytes, "cpu")
@@ -71,7 +75,7 @@ def publish(socket: str, nbytes: int) -> tuple[int, str]:
     with torch.no_grad():
         for each in module.parameters():
             each.view(torch.int16).random_(generator=generator)
-    staging = open_session(Where(socket, KEY), "RW", HostMemory(), wait_s=10)
+    staging = open_session(where(socket, nbytes), "RW", HostMemory(), wait_s=10)
     assert isinstance(staging, Staging)
     publish_model(staging, adapter_of(nbytes), module, kind="layout", label="bench", checksums=False, threads=1).close()
     return sum(each.nbytes for each in module.parameters()), checksum(module)
@@ -84,9 +88,9 @@ def checksum(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def import_into(module: nn.Module, socket: str, adapter: ModuleAdapter) -> Imported:
+def import_into(module: nn.Module, at: Where, adapter: ModuleAdapter) -> Imported:
     """What is timed."""
-    imported = open_session(Where(socket, KEY), "RO", HostMemory(), wait_s=0)
+    imported = open_session(at, "RO", HostMemory(), wait_s=0)
     assert isinstance(imported, Imported)
     segments = imported.take_segments()
     contents = contents_of(imported.body, [segment.mapping.nbytes for segment in segments])
@@ -97,17 +101,15 @@ def import_into(module: nn.Module, socket: str, adapter: ModuleAdapter) -> Impor
 class Copy:
     """One thread's memcpy out of the service's memory, every page of both sides touched before."""
 
-    def __init__(self, socket: str) -> None:
-        imported = open_session(Where(socket, KEY), "RO", HostMemory(), wait_s=0)
+    def __init__(self, at: Where, target: mmap.mmap) -> None:
+        imported = open_session(at, "RO", HostMemory(), wait_s=0)
         assert isinstance(imported, Imported)
         self._segments: tuple[Segment, ...] = imported.take_segments()
-        self.nbytes = sum(segment.mapping.nbytes for segment in self._segments)
-        self._target = mmap.mmap(-1, self.nbytes)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._target))
+        self._target = ctypes.c_char.from_buffer(target)
         self.run()
 
     def run(self) -> None:
-        at = self._address
+        at = ctypes.addressof(self._target)
         for segment in self._segments:
             ctypes.memmove(at, segment.mapping.address, segment.mapping.nbytes)
             at += segment.mapping.nbytes
@@ -123,36 +125,46 @@ def seconds_of(run: Any, *arguments: object) -> tuple[float, Any]:  # noqa: ANN4
     return taken, result
 
 
-def measure(socket: str, nbytes: int) -> dict[str, object]:
-    published, expected = publish(socket, nbytes)
-    adapter, copy = adapter_of(nbytes), Copy(socket)
-    imports: list[float] = []
-    copies: list[float] = []
-    for number in range(PAIRS + 1):
-        module = build(nbytes, "meta")
-        import_s, imported = seconds_of(import_into, module, socket, adapter)
-        if checksum(module) != expected:
-            sys.exit(f"the import of {published:,} bytes has other bytes than were published")
+class Size:
+    """One size of model, published, and what was measured of it."""
+
+    def __init__(self, socket: str, nbytes: int, target: mmap.mmap) -> None:
+        self._socket = socket
+        self._nbytes = nbytes
+        self._where = where(socket, nbytes)
+        self._published, self._expected = publish(socket, nbytes)
+        self._adapter = adapter_of(nbytes)
+        self._copy = Copy(self._where, target)
+        self._imports: list[float] = []
+        self._copies: list[float] = []
+
+    def measure(self) -> None:
+        module = build(self._nbytes, "meta")
+        import_s, imported = seconds_of(import_into, module, self._where, self._adapter)
+        if checksum(module) != self._expected:
+            sys.exit(f"the import of {self._published:,} bytes has other bytes than were published")
         del module
         imported.close()
-        copy_s, _ = seconds_of(copy.run)
-        if number:  # the first warms up
-            imports.append(import_s)
-            copies.append(copy_s)
-    del copy
-    return {
-        "strategy": "gms",
-        "nbytes": published,
-        "tensors": TENSORS,
-        "import_s": spread(imports),
-        "memcpy_s": spread(copies),
-        "memcpy_gb_per_s": published / statistics.median(copies) / 1e9,
-        "ratio": statistics.median(i / c for i, c in zip(imports, copies, strict=True)),
-        "pss_of_two_readers": pss_of_two(socket, nbytes) / published,
-        "cache": "published by this process, in memory",
-        "torch": torch.__version__,
-        "cpus": os.cpu_count(),
-    }
+        copy_s, _ = seconds_of(self._copy.run)
+        self._imports.append(import_s)
+        self._copies.append(copy_s)
+
+    def row(self) -> dict[str, object]:
+        del self._copy  # a third that maps the pages of the two readers
+        imports, copies = self._imports[1:], self._copies[1:]  # the first warms up
+        return {
+            "strategy": "gms",
+            "nbytes": self._published,
+            "tensors": TENSORS,
+            "import_s": spread(imports),
+            "memcpy_s": spread(copies),
+            "memcpy_gb_per_s": self._published / statistics.median(copies) / 1e9,
+            "ratio": statistics.median(i / c for i, c in zip(imports, copies, strict=True)),
+            "pss_of_two_readers": pss_of_two(self._socket, self._nbytes) / self._published,
+            "cache": "published by this process, in memory",
+            "torch": torch.__version__,
+            "cpus": os.cpu_count(),
+        }
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
@@ -193,7 +205,7 @@ def read(socket: str, nbytes: int) -> None:
         if word and sys.stdin.readline() != word:
             return
         if word == "import\n":
-            import_into(module, socket, adapter_of(nbytes))
+            import_into(module, where(socket, nbytes), adapter_of(nbytes))
             checksum(module)
         print(pss_bytes(), flush=True)
     sys.stdin.read()  # stay mapped until the other was measured, too
@@ -220,13 +232,16 @@ def faults_of(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    rows: list[dict[str, Any]] = []
+    sizes_nbytes = [round(size * 1e9) for size in SIZES_GB]
     with tempfile.TemporaryDirectory() as folder:
         socket = f"{folder}/gms.sock"
         with PeerProcess([sys.executable, "-m", "modelexpress", "gms", "serve", "--socket", socket]):
-            for size in SIZES_GB:
-                rows.append(measure(socket, round(size * 1e9)))
-                drop(Where(socket, KEY))
+            target = mmap.mmap(-1, max(sizes_nbytes) + (1 << 30))  # segments are a little more than their tensors
+            sizes = [Size(socket, nbytes, target) for nbytes in sizes_nbytes]
+            for _ in range(ROUNDS + 1):
+                for each in sizes:
+                    each.measure()
+            rows: list[dict[str, Any]] = [each.row() for each in sizes]
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a") as out:
         out.writelines(json.dumps(row) + "\n" for row in rows)

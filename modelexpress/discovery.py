@@ -12,10 +12,13 @@ import functools
 import hashlib
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from operator import attrgetter, mul
+from typing import Any, Literal, NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -40,7 +43,6 @@ _MOST_OBJECTS = 2_000_000
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 _HOOKS = tuple(sorted(name for name in _MODULE_INTERNALS if name.endswith(("_hooks", "_hooks_with_kwargs"))))
 _LEAVES = (str, type(None), type, types.ModuleType, torch.dtype, torch.device, torch.Size)
-_META_STEP = 1 << 48  # meta storages have no address: far enough apart that no two overlap
 _LONG = 16  # a container of more numbers than this is compared as a whole
 _NUMBERS = (bool, int, float, complex)
 _DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_NBYTES if hasattr(torch, name)}
@@ -48,14 +50,17 @@ _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _KEYS = (str, int, float, bool, type(None), torch.dtype, torch.device)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundTensor:
-    """One tensor under one name. The same memory may be found under several names."""
+class FoundTensor(msgspec.Struct, frozen=True, eq=False):
+    """One tensor under one name. The same memory may be found under several names.
+
+    `registered`: the parameters or buffers of its module, where another may take its place, and its key there.
+    """
 
     name: str
     tensor: torch.Tensor
     kind: Kind
     persistent: bool
+    registered: tuple[dict[str, Any], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +71,16 @@ class Discovery:
     scalars: tuple[tuple[str, str], ...]
 
 
-def discover(module: nn.Module) -> Discovery:
+def discover(module: nn.Module, *, foreign: tuple[type, ...] = ()) -> Discovery:
     """Every tensor and every Python number reachable from `module`.
+
+    Objects of the types `foreign` belong to the engine and not to the model; what they hold is left alone.
 
     Raises:
         NotAvailable: names what holds weights in a way that cannot be followed: a set, which has no order, an
             opaque object of torch, two things under one name, or a graph too large to be a model.
     """
-    return _Walk(module).run()
+    return _Walk(module, foreign).run()
 
 
 def persistent_tensors(module: nn.Module) -> tuple[FoundTensor, ...]:
@@ -104,19 +111,19 @@ def manifest_of(
         NotAvailable: names a tensor without real memory (meta, freed, sparse, a wrapper subclass), one that
             reaches beyond its storage, or one of a dtype that cannot travel.
     """
-    ordered = sorted(found, key=lambda found: found.name)
+    ordered = sorted(found, key=attrgetter("name"))
     places = [_place(each, meta=meta) for each in ordered]
-    sizes: dict[tuple[str, int], int] = {}
+    homes: dict[tuple[str, int], StorageSpec] = {}
     for place in places:
-        if place is not None:
-            sizes[place.home] = max(sizes.get(place.home, 0), place.storage_nbytes)
-    merged = _merged(sizes)
+        if place is not None and (place.home not in homes or homes[place.home].nbytes < place.storage_nbytes):
+            homes[place.home] = StorageSpec(place.storage_nbytes, place.home[1], place.home[0])
+    _merge(homes)
     numbers: dict[StorageSpec, int] = {}
     tensors: list[TensorSpec] = []
     for each, place in zip(ordered, places, strict=True):
         number, offset = NO_STORAGE, 0
         if place is not None:
-            storage = merged[place.home]
+            storage = homes[place.home]
             number = numbers.setdefault(storage, len(numbers))
             offset = place.offset + place.home[1] - storage.address
         tensor = each.tensor
@@ -153,7 +160,9 @@ def holds_tensors(value: object, *, besides: nn.Module) -> bool:
 def slots_of(value: object) -> Iterator[tuple[str, types.MemberDescriptorType]]:
     """The `__slots__` of an object, by name: attributes that its `__dict__` does not show."""
     for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
+        slots = cls.__dict__.get("__slots__")
+        if not slots:
+            continue
         for name in (slots,) if isinstance(slots, str) else slots:
             member = cls.__dict__.get(name)
             if isinstance(member, types.MemberDescriptorType):
@@ -176,12 +185,11 @@ def _place(found: FoundTensor, *, meta: bool) -> _Place | None:
         if not tensor.numel():
             return None
         storage = tensor.untyped_storage()
-        address = storage._cdata * _META_STEP if tensor.is_meta else storage.data_ptr()
-        itemsize = tensor.element_size()
+        # Nothing lies on the meta device: a number tells the storages there apart.
+        device, address = ("meta", storage._cdata) if tensor.is_meta else (str(tensor.device), storage.data_ptr())
+        itemsize, stride = tensor.element_size(), tensor.stride()
         offset = int(tensor.storage_offset()) * itemsize
-        last = 0
-        for size, step in zip(tensor.shape, tensor.stride(), strict=True):
-            last += (size - 1) * step
+        last = sum(map(mul, tensor.shape, stride)) - sum(stride)
         end, storage_nbytes = offset + (last + 1) * itemsize, storage.nbytes()
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as exc:
         raise NotAvailable(f"tensor {found.name!r}: torch cannot say where it lies: {exc}") from exc
@@ -190,22 +198,21 @@ def _place(found: FoundTensor, *, meta: bool) -> _Place | None:
             f"tensor {found.name!r}: it needs {end:,} bytes of a storage that has {storage_nbytes:,} at {address:#x}; "
             "its memory was freed, shrunk, or never there"
         )
-    return _Place((str(tensor.device), address), offset, storage_nbytes)
+    return _Place((device, address), offset, storage_nbytes)
 
 
-def _merged(sizes: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], StorageSpec]:
-    """The storage that each (device, address) belongs to, where those that overlap count as one."""
-    merged: dict[tuple[str, int], StorageSpec] = {}
+def _merge(homes: dict[tuple[str, int], StorageSpec]) -> None:
+    """Make storages that overlap in memory one, to which the (device, address) of each then leads."""
     group: list[tuple[str, int]] = []
     end = 0
-    for home in [*sorted(sizes), ("", -1)]:
+    for home in sorted(home for home in homes if home[0] != "meta"):
         if group and (home[0] != group[0][0] or home[1] >= end):
-            device, start = group[0]
-            merged.update(dict.fromkeys(group, StorageSpec(end - start, start, device)))
             group, end = [], 0
         group.append(home)
-        end = max(end, home[1] + sizes.get(home, 0))
-    return merged
+        end = max(end, home[1] + homes[home].nbytes)
+        if len(group) > 1:
+            device, start = group[0]
+            homes.update(dict.fromkeys(group, StorageSpec(end - start, start, device)))
 
 
 def _refuse_unsupported(name: str, tensor: torch.Tensor, *, meta: bool) -> None:
@@ -226,33 +233,36 @@ def _refuse_unsupported(name: str, tensor: torch.Tensor, *, meta: bool) -> None:
 
 def _registered(paths: Iterable[tuple[str, nn.Module]]) -> Iterator[FoundTensor]:
     for prefix, each in paths:
-        for name, parameter in each._parameters.items():
+        parameters, buffers, transient = each._parameters, each._buffers, each._non_persistent_buffers_set
+        for name, parameter in parameters.items():
             if parameter is not None:
-                yield FoundTensor(prefix + name, parameter, "parameter", persistent=True)
-        for name, buffer in each._buffers.items():
+                yield FoundTensor(prefix + name, parameter, "parameter", True, (parameters, name))
+        for name, buffer in buffers.items():
             if buffer is not None:
-                persistent = name not in each._non_persistent_buffers_set
-                yield FoundTensor(prefix + name, buffer, "buffer", persistent)
+                yield FoundTensor(prefix + name, buffer, "buffer", name not in transient, (buffers, name))
 
 
-def _paths(module: nn.Module, prefix: str = "", above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+def _paths(module: nn.Module, prefix: str = "", above: frozenset[int] = frozenset()) -> Iterator[tuple[str, nn.Module]]:
     """Every path to every submodule, shared ones under each of their names; paths end with a dot.
 
     Raises:
         NotAvailable: a module contains itself, so its paths have no end.
     """
-    if any(each is module for each in above):
+    if id(module) in above:
         raise NotAvailable(f"module {prefix.rstrip('.')!r} contains itself; its tensors have no end of names")
     yield prefix, module
+    if module._modules:
+        above = above | {id(module)}
     for name, child in module._modules.items():
         if child is not None:
-            yield from _paths(child, f"{prefix}{name}.", (*above, module))
+            yield from _paths(child, f"{prefix}{name}.", above)
 
 
 class _Walk:
     """One walk over a module: registered tensors first, then everything that hangs beside them."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, foreign: tuple[type, ...]) -> None:
+        self._leaves = (*_LEAVES, *foreign)
         paths = tuple(_paths(module))
         self._modules = {id(each): (prefix, each) for prefix, each in reversed(paths)}  # each under its first path
         self._found = {each.name: each for each in _registered(paths)}
@@ -268,42 +278,47 @@ class _Walk:
         return Discovery(tuple(self._found.values()), tuple(sorted(self._scalars.items())))
 
     def _walk_module(self, dot: str, module: nn.Module) -> None:
-        self._walk(dot, (each for each in _attributes(module) if each[0] not in _MODULE_INTERNALS))
+        self._walk(dot, [each for each in _attributes(module) if each[0] not in _MODULE_INTERNALS])
+        attributes = vars(module)
         for kind in _HOOKS:
             # By position: torch numbers hooks over the whole process, so ids differ between two of them.
-            if hooks := getattr(module, kind):
+            if hooks := attributes.get(kind):
                 named = ((f"{kind}[{at}]", hook) for at, hook in enumerate(list(hooks.values())) if callable(hook))
                 self._walk(dot, named)
 
     def _walk(self, dot: str, attributes: Iterable[tuple[str, object]]) -> None:
         for name, value in attributes:
             if type(value) in _NUMBERS:  # most of what hangs on a module: spared the walk
-                self._add(dot + name, value)
-            elif not isinstance(value, _LEAVES):
-                for path, each in _graph(dot + name, value, self._seen):
+                self._add_scalar(dot + name, repr(value))
+            elif not isinstance(value, self._leaves):
+                for path, each in _graph(dot + name, value, self._seen, self._leaves):
                     self._add(path, each)
 
     def _add(self, path: str, value: object) -> None:
         if isinstance(value, torch.Tensor):
-            self._add_tensor(FoundTensor(path, value, "attribute", persistent=False))
+            self._add_tensor(FoundTensor(path, value, "attribute", False))
         elif isinstance(value, nn.Module):
             for inner in _registered(_paths(value)):
-                self._add_tensor(FoundTensor(f"{path}.{inner.name}", inner.tensor, inner.kind, persistent=False))
+                self._add_tensor(msgspec.structs.replace(inner, name=f"{path}.{inner.name}", persistent=False))
             fresh = [(name, each) for name, each in value.named_modules() if id(each) not in self._seen or not name]
             self._seen.update(id(each) for _, each in fresh)
             for name, each in fresh:
                 self._walk_module(f"{path}.{name}." if name else f"{path}.", each)
         else:
-            text = _scalar_text(value)
-            if self._scalars.setdefault(path, text) != text:
-                raise NotAvailable(f"two values hang on the model under one name, {path!r}")
+            self._add_scalar(path, _scalar_text(value))
+
+    def _add_scalar(self, path: str, text: str) -> None:
+        if self._scalars.setdefault(path, text) != text:
+            raise NotAvailable(f"two values hang on the model under one name, {path!r}")
 
     def _add_tensor(self, found: FoundTensor) -> None:
         if self._found.setdefault(found.name, found).tensor is not found.tensor:
             raise NotAvailable(f"two tensors hang on the model under one name, {found.name!r}")
 
 
-def _graph(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, object]]:
+def _graph(
+    path: str, value: object, seen: set[int], leaves: tuple[type, ...] = _LEAVES
+) -> Iterator[tuple[str, object]]:
     """Tensors, modules, numbers and arrays reachable from `value` with their paths; never through a module.
 
     Tensors and numbers are yielded under every path that reaches them; other objects are visited once.
@@ -314,7 +329,7 @@ def _graph(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, obje
         if isinstance(value, (torch.Tensor, *_NUMBERS)) or _is_array(value):
             yield path, value
             continue
-        if isinstance(value, _LEAVES) or id(value) in seen:
+        if isinstance(value, leaves) or id(value) in seen:
             continue
         if isinstance(value, torch.ScriptObject):
             raise NotAvailable(f"{path!r} is an opaque {type(value).__name__} of torch, which may hold weights")
@@ -358,15 +373,13 @@ def _function(path: str, function: types.FunctionType) -> Iterator[tuple[str, ob
             continue
 
 
-def _attributes(value: object) -> Iterator[tuple[str, object]]:
+def _attributes(value: object) -> list[tuple[str, object]]:
     attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        yield from list(attributes.items())
+    found = list(attributes.items()) if isinstance(attributes, dict) else []
     for name, member in slots_of(value):
-        try:
-            yield name, member.__get__(value)
-        except AttributeError:  # a slot that was never set
-            continue
+        with suppress(AttributeError):  # a slot that was never set
+            found.append((name, member.__get__(value)))
+    return found
 
 
 def _is_array(value: object) -> bool:

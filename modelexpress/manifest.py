@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import Literal
 
 import msgspec
@@ -130,11 +131,9 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     @property
     def nbytes(self) -> int:
         """Bytes from the first to the last element, gaps between strided elements included."""
-        last = 0
-        for size, step in zip(self.shape, self.stride, strict=True):
-            if size == 0:
-                return 0
-            last += (size - 1) * step
+        if 0 in self.shape:
+            return 0
+        last: int = sum(map(mul, self.shape, self.stride)) - sum(self.stride)  # every (size - 1) * step
         return (last + 1) * DTYPE_NBYTES[self.dtype]
 
     @property
@@ -226,14 +225,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major stride in elements, 1 where the dimension has one element; all 1 for an empty tensor."""
-    if 0 in shape:
-        return (1,) * len(shape)
-    stride: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        stride.append(1 if size == 1 else step)
-        step *= size
-    return tuple(reversed(stride))
+    steps = tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1]
+    return normal_stride(shape, steps) if shape else ()
 
 
 def normal_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

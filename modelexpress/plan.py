@@ -112,22 +112,24 @@ def match_layouts(source: Manifest, target: Manifest) -> Match:
     """
     differences = _Differences()
     ours, theirs = _by_name(target.tensors), _by_name(source.tensors)
-    differences.compare_names(ours, theirs)
-    for name in ours.keys() & theirs.keys():
-        differences.compare(ours[name], theirs[name], with_stride=True)
-    differences.compare_scalars(dict(target.scalars), dict(source.scalars))
-    differences.raise_if_any()
+    # Two processes that run the same code describe a model alike, down to its storages.
+    alike = (source.tensors, source.scalars) == (target.tensors, target.scalars)
+    if not alike:
+        differences.compare_names(ours, theirs)
+        for name in ours.keys() & theirs.keys():
+            differences.compare(ours[name], theirs[name], with_stride=True)
+        differences.compare_scalars(dict(target.scalars), dict(source.scalars))
+        differences.raise_if_any()
 
-    destinations = {span.names[0]: span for span in target.spans()}
     spans = source.spans()
+    destinations = {span.names[0]: span for span in (spans if alike else target.spans())}
     pairs: dict[int, Span] = {}
     for index, span in enumerate(spans):
-        matching = destinations.get(span.names[0])
-        alone = matching is not None and len(span.names) == len(matching.names) == 1
-        if matching is None or not (alone or _inner_layout(span, theirs) == _inner_layout(matching, ours)):
+        matching, alone = destinations.get(span.names[0]), len(span.names) == 1
+        if matching is None or not (alike or _inner_layout(span, theirs) == _inner_layout(matching, ours)):
             differences.add("shared memory differs", f"{min(span.names)} with {', '.join(sorted(span.names))}")
             continue
-        if not any(theirs[name].is_dense and theirs[name].nbytes == span.nbytes for name in span.names):
+        if not any(theirs[name].is_dense and (alone or theirs[name].nbytes == span.nbytes) for name in span.names):
             # Copying the span would copy what lies between the elements, too, and that may be somebody else's.
             differences.add(
                 "strided with gaps or overlaps, which a one-sided read cannot follow", ", ".join(span.names)

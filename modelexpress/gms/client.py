@@ -33,6 +33,7 @@ from modelexpress.gms.protocol import (
     Hello,
     Layout,
     Refused,
+    Release,
     ServerMessage,
     Status,
     StatusReply,
@@ -92,6 +93,15 @@ def open_session(where: Where, request: Request, backend: MemoryBackend, *, wait
         return _import(sock, where, granted, backend)
 
 
+def require_service(path: str) -> None:
+    """Find out in a fraction of a millisecond whether there is anything to ask.
+
+    Raises:
+        NotAvailable: there is no service at the path.
+    """
+    _connect(path).close()
+
+
 def status(path: str) -> StatusReply:
     """What a service holds.
 
@@ -134,10 +144,17 @@ class Staging:
     def __init__(self, sock: socket.socket, where: Where, granted: Granted, backend: MemoryBackend) -> None:
         self.where = where
         self.generation = granted.generation
+        self.device = backend.device
         self._sock = sock
         self._granted = granted
         self._backend = backend
         self._segments: list[Segment] = []
+        self._writable: dict[Segment, int] = {}  # and their descriptors
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """What the generation consists of by now, in its order."""
+        return tuple(self._segments)
 
     def add(self, nbytes: int, parts: Sequence[tuple[int, int, int]]) -> Segment:
         """Reserve a segment, copy (address, offset, bytes) parts into it, and map it here.
@@ -155,8 +172,7 @@ class Staging:
         It is called once with a function that copies (address, offset, bytes) parts, from any thread and in any
         order, until `fill` returns. When `fill` raises, the segment belongs to no `Segment`: close the staging.
         """
-        _exchange(self._sock, Allocate(nbytes), Allocated, self.where)
-        (fd,) = receive_fds(self._sock, 1, deadline=time.monotonic() + self.where.answer_s)
+        fd = self._allocate(nbytes)
         try:
             fill(partial(self._backend.fill, fd))
             segment = Segment(self._backend.map(fd, nbytes))
@@ -165,22 +181,57 @@ class Staging:
         self._segments.append(segment)
         return segment
 
+    def add_writable(self, nbytes: int) -> Segment:
+        """Reserve a segment and map it for writing. What is written there is in it, until `commit` freezes it.
+
+        Raises: as `add`.
+        """
+        fd = self._allocate(nbytes)
+        try:
+            segment = Segment(self._backend.map(fd, nbytes, writable=True))
+        except BaseException:
+            os.close(fd)
+            raise
+        self._segments.append(segment)
+        self._writable[segment] = fd
+        return segment
+
+    def release(self, segment: Segment) -> None:
+        """Give back a segment. What is mapped here stays mapped as long as something refers to it.
+
+        Raises:
+            GmsError: the service refused or is gone.
+        """
+        _exchange(self._sock, Release(self._segments.index(segment)), Done, self.where)
+        self._segments.remove(segment)
+        if segment in self._writable:
+            os.close(self._writable.pop(segment))
+
     def commit(self, label: str, body: bytes) -> Imported:
         """Make the generation what new readers get, in one step. This session reads it from now on.
 
         Raises:
             GmsError: the service refused or is gone; nothing became visible, unless the answer was lost.
         """
+        for segment, fd in self._writable.items():
+            segment.mapping.freeze(fd)
         _exchange(self._sock, Commit(label, body), Committed, self.where)
         segments, self._segments = self._segments, []
         sock = self._sock.dup()
-        self._sock.close()
+        self.close()
         return Imported(sock, self.where, self._granted, body, segments, self._backend)
 
     def close(self) -> None:
         """Abort. What was mapped here stays mapped as long as something refers to it."""
         self._segments.clear()
+        _close_all(tuple(self._writable.values()))
+        self._writable.clear()
         self._sock.close()
+
+    def _allocate(self, nbytes: int) -> int:
+        _exchange(self._sock, Allocate(nbytes), Allocated, self.where)
+        (fd,) = receive_fds(self._sock, 1, deadline=time.monotonic() + self.where.answer_s)
+        return fd
 
     def __enter__(self) -> Self:
         return self

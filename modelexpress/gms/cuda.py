@@ -44,7 +44,7 @@ class Properties(NamedTuple):
 class CudaMemory(MemoryBackend):
     """Physical memory of one GPU, behind POSIX descriptors.
 
-    Segments are rounded up to the device's granularity (2 MiB on most). A service holds the descriptor and nothing
+    Segments are rounded up to the device's `granularity` (2 MiB on most). A service holds the descriptor and nothing
     else: the memory lives while a descriptor or a mapping does.
 
     Args:
@@ -57,7 +57,7 @@ class CudaMemory(MemoryBackend):
     def __init__(self, ordinal: int, driver: _Driver | None = None) -> None:
         self.device = f"cuda:{ordinal}"
         self._driver = _Driver(ordinal) if driver is None else driver
-        self._granularity = self._driver.granularity()
+        self.granularity = self._driver.granularity()
 
     def bind_thread(self) -> None:
         self._driver.set_context()
@@ -102,12 +102,12 @@ class CudaMemory(MemoryBackend):
                     self._driver.copy(start + offset, address, nbytes)
             self._driver.synchronize()
 
-    def map(self, fd: int, nbytes: int) -> Mapping:
+    def map(self, fd: int, nbytes: int, *, writable: bool = False) -> Mapping:
         size = self._rounded(nbytes)
         with self._bound():
             address = self._driver.reserve(size)
             try:
-                self.place(fd, address, size, writable=False)
+                self.place(fd, address, size, writable=writable)
             except BaseException:
                 self._driver.free_address(address, size)
                 raise
@@ -149,13 +149,19 @@ class CudaMemory(MemoryBackend):
         with self._bound():
             self.place(fd, address, size, writable=False)
 
+    def protect(self, address: int, size: int) -> None:
+        """Allow no more than reading from here on. Waits for kernels that still write there."""
+        with self._bound():
+            self._driver.synchronize()
+            self._driver.set_access(address, size, writable=False)
+
     def free_address(self, address: int, size: int) -> None:
         """Give a reserved address range back."""
         with self._bound():
             self._driver.free_address(address, size)
 
     def _rounded(self, nbytes: int) -> int:
-        return -(-nbytes // self._granularity) * self._granularity
+        return -(-nbytes // self.granularity) * self.granularity
 
     @contextmanager
     def _bound(self) -> Iterator[None]:
@@ -181,7 +187,7 @@ class _Lease:
 
 
 class _CudaMapping(Mapping):
-    """Read-only: a kernel that writes here faults."""
+    """Read-only, once frozen at the latest: a kernel that writes here faults."""
 
     def __init__(self, backend: CudaMemory, address: int, nbytes: int, size: int) -> None:
         super().__init__(address, nbytes)
@@ -199,6 +205,9 @@ class _CudaMapping(Mapping):
         self.release()
         self._backend.restore_at(fd, address, self._size)
         self._mapped = True
+
+    def freeze(self, fd: int) -> None:
+        self._backend.protect(self._open_address(), self._size)
 
     def lease(self) -> Any:  # noqa: ANN401 - each kind of memory has its own
         return _Lease()

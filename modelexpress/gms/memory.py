@@ -29,6 +29,7 @@ _MFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 # <linux/memfd.h>; Python 3.11 has no name for it. A host with vm.memfd_noexec=2 refuses memfds without it.
 _MFD_NOEXEC_SEAL = 0x8
 _CGROUP = Path("/sys/fs/cgroup")
+_SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 # What an allocation leaves to the rest of the machine: the service must not be what runs it out of memory.
 _HEADROOM_NBYTES = 64 * 1024 * 1024
@@ -37,10 +38,12 @@ _HEADROOM_NBYTES = 64 * 1024 * 1024
 class MemoryBackend(ABC):
     """One kind of memory, on the service's side and on the client's.
 
-    `device` is "cpu" or "cuda:N". Descriptors belong to the caller, who closes them.
+    `device` is "cpu" or "cuda:N". A segment takes memory in multiples of `granularity` bytes. Descriptors belong to
+    the caller, who closes them.
     """
 
     device: str
+    granularity: int
 
     def bind_thread(self) -> None:  # noqa: B027 - there is nothing to bind to on the host
         """A thread of ours is bound to its device before it touches it. Safe to call again."""
@@ -70,8 +73,11 @@ class MemoryBackend(ABC):
         """Client: copy (address, offset in the segment, bytes) parts of this process's memory into a segment."""
 
     @abstractmethod
-    def map(self, fd: int, nbytes: int) -> Mapping:
-        """Client: the segment's bytes at an address; writing there never reaches the segment."""
+    def map(self, fd: int, nbytes: int, *, writable: bool = False) -> Mapping:
+        """Client: the segment's bytes at an address; writing there never reaches the segment.
+
+        With `writable` it does, until `Mapping.freeze`.
+        """
 
     @abstractmethod
     def is_sealed(self, fd: int, nbytes: int) -> bool:
@@ -98,6 +104,14 @@ class Mapping(ABC):
         """
 
     @abstractmethod
+    def freeze(self, fd: int) -> None:
+        """Make of a mapping for writing what a reader has, at the same address and with the same bytes.
+
+        Raises:
+            GmsError: it could not be; the mapping is what it was.
+        """
+
+    @abstractmethod
     def lease(self) -> Any:  # noqa: ANN401 - each kind of memory has its own
         """A new object over all the bytes; `tensor` makes tensors that keep it. The mapping does not."""
 
@@ -114,6 +128,7 @@ class HostMemory(MemoryBackend):
     """Sealed memfds. A page costs memory once, however many processes map it, until one of them writes to it."""
 
     device = "cpu"
+    granularity = mmap.PAGESIZE
 
     def allocate(self, nbytes: int) -> int:
         try:
@@ -124,6 +139,7 @@ class HostMemory(MemoryBackend):
         except OSError as exc:  # too many open files
             raise GmsError(f"a segment of {nbytes:,} bytes could not be made: {exc.strerror}") from exc
         try:
+            _ask_for_huge_pages(fd, nbytes)
             os.posix_fallocate(fd, 0, nbytes)
             # The writer gets what was counted and no more. It could still shrink it; `seal` looks.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
@@ -159,14 +175,35 @@ class HostMemory(MemoryBackend):
         except OSError as exc:
             raise GmsError(f"a segment cannot be written: {exc.strerror}; has the service let go of it?") from exc
 
-    def map(self, fd: int, nbytes: int) -> Mapping:
-        return _HostMapping(_map(None, nbytes, fd), nbytes)
+    def map(self, fd: int, nbytes: int, *, writable: bool = False) -> Mapping:
+        return _HostMapping(_map(None, nbytes, fd, shared=writable), nbytes)
 
     def is_sealed(self, fd: int, nbytes: int) -> bool:
         try:
             return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS and os.fstat(fd).st_size == nbytes
         except OSError:
             return False
+
+
+def _ask_for_huge_pages(fd: int, nbytes: int) -> None:
+    """Where the kernel gives huge pages to those who ask ("advise"), ask, and reserve what it gives.
+
+    It gives them to a page fault in a mapping that was advised, and never to fallocate. Readers need not ask: they
+    map what is there, and the kernel aligns their mappings. What cannot be had is left to fallocate.
+    """
+    with suppress(OSError, GmsError):
+        if "[advise]" in _SHMEM_HUGE.read_text():
+            os.ftruncate(fd, nbytes)
+            address = _map(None, nbytes, fd, shared=True)
+            for advice in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+                _LIBC.madvise(address, nbytes, advice)
+            _LIBC.munmap(address, nbytes)
+
+
+def return_freed_memory() -> None:
+    """Hand what this process freed back to the machine. glibc keeps freed blocks of up to 32 MiB once it saw such."""
+    with suppress(AttributeError):  # another C library, which does not keep them
+        _LIBC.malloc_trim(0)
 
 
 def free_host_bytes() -> int:
@@ -230,6 +267,9 @@ class _HostMapping(Mapping):
     def restore(self, fd: int) -> None:
         _map(self._open_address(), self.nbytes, fd)
 
+    def freeze(self, fd: int) -> None:
+        self.restore(fd)
+
     def _open_address(self) -> int:
         if not self.address:  # MAP_FIXED at address 0 is no error for root
             raise GmsError("this mapping of a segment is closed")
@@ -241,24 +281,24 @@ class _HostMapping(Mapping):
     def tensor(self, lease: Any, offset: int, nbytes: int) -> torch.Tensor:  # noqa: ANN401
         import torch  # here, so that a service that only keeps memory starts without it
 
-        return torch.frombuffer(memoryview(lease).cast("B")[offset : offset + nbytes], dtype=torch.uint8)
+        return torch.frombuffer(lease, dtype=torch.uint8, offset=offset, count=nbytes)
 
     def close(self) -> None:
         if self.address:
-            _libc().munmap(self.address, self.nbytes)
+            _LIBC.munmap(self.address, self.nbytes)
             self.address = 0
 
 
-def _map(address: int | None, nbytes: int, fd: int | None) -> int:
-    """mmap, privately: Python's own mmap cannot say where."""
-    flags, protection = mmap.MAP_PRIVATE, _PROT_NONE
+def _map(address: int | None, nbytes: int, fd: int | None, *, shared: bool = False) -> int:
+    """mmap: Python's own cannot say where."""
+    flags, protection = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE, _PROT_NONE
     if fd is None:
         flags |= mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     else:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
     if address is not None:
         flags |= _MAP_FIXED
-    found = _libc().mmap(address, nbytes, protection, flags, -1 if fd is None else fd, 0)
+    found = _LIBC.mmap(address, nbytes, protection, flags, -1 if fd is None else fd, 0)
     if found is None or found == _MAP_FAILED:
         raise GmsError(f"cannot map a segment of {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
     if address is not None and found != address:
@@ -271,6 +311,8 @@ _PROT_NONE = 0
 _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>, as on x86-64 and arm64
 _MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11 has no name for it
 
 
 def _libc() -> ctypes.CDLL:
@@ -285,4 +327,8 @@ def _libc() -> ctypes.CDLL:
         ctypes.c_long,
     )
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc
+
+
+_LIBC = _libc()

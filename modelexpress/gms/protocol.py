@@ -7,12 +7,13 @@ connection is one session: its close gives back all that the session holds.
     client                              server
     Hello(request, key, wait)        -> Granted(mode, generation, instance) | Refused, and the end
     staging:  Allocate(nbytes)       -> Allocated + 1 fd | Refused       (as often as needed)
+              Release(segment)       -> Done | Refused                   (what is not needed after all)
               Commit(label, body)    -> Committed | Refused              (the client reads from now on)
     reading:  (nothing)              <- Layout(body, segments) and the fds in batches, right after Granted
     others:   Status, Drop           -> StatusReply, Done | Refused, and the end
 
 A client that waits or reads sends nothing: anything it sends ends its session. A `Refused` of kind "protocol"
-ends the session too, unless it answers an Allocate or a Commit. A server that is full refuses at once, so a
+ends the session too, unless it answers an Allocate, a Release or a Commit. A server that is full refuses at once, so a
 client whose Hello cannot be sent may still find a `Refused` to read.
 """
 
@@ -84,6 +85,12 @@ class Allocate(msgspec.Struct, frozen=True, tag="allocate", forbid_unknown_field
     nbytes: int
 
 
+class Release(msgspec.Struct, frozen=True, tag="release", forbid_unknown_fields=True):
+    """The staged generation does without this segment: its place, from 0, among those that it has now."""
+
+    segment: int
+
+
 class Commit(msgspec.Struct, frozen=True, tag="commit", forbid_unknown_fields=True):
     """The staged generation is complete. `body` is opaque to the server; readers get it as it is."""
 
@@ -91,7 +98,7 @@ class Commit(msgspec.Struct, frozen=True, tag="commit", forbid_unknown_fields=Tr
     body: bytes
 
 
-ClientMessage = Hello | Status | Drop | Allocate | Commit
+ClientMessage = Hello | Status | Drop | Allocate | Release | Commit
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted", forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ then would land there too. So what is to be published waits until the outermost 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Generic, TypeVar
 
 from modelexpress.errors import GmsError
@@ -20,10 +20,16 @@ class DeferredPublication(Generic[T]):
 
     Args:
         publish: called with what is to be published, once, with no region open.
+        allocating: makes what each region holds open, like `Arena.landing`.
     """
 
-    def __init__(self, publish: Callable[[T], object]) -> None:
+    def __init__(
+        self,
+        publish: Callable[[T], object],
+        allocating: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._publish = publish
+        self._allocating = allocating
         self._depth = 0
         self._pending: list[T] = []
 
@@ -36,12 +42,13 @@ class DeferredPublication(Generic[T]):
     def region(self) -> Iterator[None]:
         """Hold this while the engine allocates in managed memory. May be nested.
 
-        A region whose body raises discards what is pending: its weights may be half-made. What `publish`
+        A region whose body or end raises discards what is pending: its weights may be half-made. What `publish`
         raises goes up from the exit of the outermost region; it is not tried again.
         """
         self._depth += 1
         try:
-            yield
+            with self._allocating():
+                yield
         except BaseException:
             self._pending.clear()
             raise

@@ -37,6 +37,7 @@ from modelexpress.gms.protocol import (
     Hello,
     Layout,
     Refused,
+    Release,
     Status,
     WentAway,
     receive_message,
@@ -289,7 +290,7 @@ class GmsServer:
         """Give a writer what it asks for until it has committed (True) or hung up (False)."""
         while True:
             session.wait_readable()
-            message = receive_message(session.sock, Allocate | Commit, deadline=self._soon())
+            message = receive_message(session.sock, Allocate | Release | Commit, deadline=self._soon())
             if message is None:
                 return False
             try:
@@ -297,6 +298,10 @@ class GmsServer:
                     generation = self._store.commit(session, _checked("label", message.label, 0), message.body)
                     send_message(session.sock, Committed(generation), deadline=self._soon())
                     return True
+                if isinstance(message, Release):
+                    self._store.release(session, message.segment)
+                    send_message(session.sock, Done(), deadline=self._soon())
+                    continue
                 segment = self._store.allocate(session, message.nbytes)
                 send_message(session.sock, Allocated(segment.nbytes), deadline=self._soon())
                 send_fds(session.sock, [segment.fd], deadline=self._soon())

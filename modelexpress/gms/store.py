@@ -8,7 +8,6 @@ takes seconds, in which every other session goes on.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import secrets
 import threading
@@ -63,10 +62,11 @@ class Name(msgspec.Struct, frozen=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Memory of the store; readers get a copy of the descriptor."""
+    """Memory of the store; readers get a copy of the descriptor. `charged_nbytes` is what it takes from the quota."""
 
     fd: int
     nbytes: int
+    charged_nbytes: int
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ class Generation(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Memory of all segments."""
-        return sum(_charge(segment.nbytes) for segment in self.segments)
+        return sum(segment.charged_nbytes for segment in self.segments)
 
 
 class Granted(msgspec.Struct, frozen=True):
@@ -154,12 +154,13 @@ class Store:
             raise Refusal("protocol", f"a segment of {nbytes:,} bytes; it needs at least 1")
         # One at a time: two that each fit in what is free need not fit together.
         with self._allocating:
-            place = self._reserve(session, nbytes)
+            charged_nbytes = -(-nbytes // self._backend.granularity) * self._backend.granularity
+            place = self._reserve(session, nbytes, charged_nbytes)
             try:
-                segment = Segment(self._backend.allocate(nbytes), nbytes)
+                segment = Segment(self._backend.allocate(nbytes), nbytes, charged_nbytes)
             except BaseException as exc:
                 with self._lock:
-                    self._used_nbytes -= _charge(nbytes)
+                    self._used_nbytes -= charged_nbytes
                 if isinstance(exc, GmsError):
                     raise Refusal("memory", str(exc)) from exc
                 raise
@@ -167,6 +168,22 @@ class Store:
             staged = self._kept[place]
             self._kept[place] = msgspec.structs.replace(staged, segments=(*staged.segments, segment))
         return segment
+
+    def release(self, session: Session, at: int) -> None:
+        """Give back a segment of the generation that the session stages; `at` is its place among them.
+
+        Raises:
+            Refusal: there is no such segment.
+        """
+        with self._lock:
+            place = self._staged_by(session)
+            staged = self._kept[place]
+            if not 0 <= at < len(staged.segments):
+                raise Refusal("protocol", f"segment {at} of {len(staged.segments)} cannot be released")
+            kept = staged.segments[:at] + staged.segments[at + 1 :]
+            self._kept[place] = msgspec.structs.replace(staged, segments=kept)
+            self._freeing += 1
+        self._free([Generation(staged.segments[at : at + 1])])
 
     def commit(self, session: Session, label: str, body: bytes) -> int:
         """Seal what the session staged, and make it what new readers get. Returns the generation.
@@ -281,7 +298,7 @@ class Store:
                 self._freeing -= 1
                 self._lock.notify_all()
 
-    def _reserve(self, session: Session, nbytes: int) -> tuple[Name, int]:
+    def _reserve(self, session: Session, nbytes: int, need: int) -> tuple[Name, int]:
         """Count a segment before it is there; returns which generation it is for."""
         with self._lock:
             place = self._staged_by(session)
@@ -289,7 +306,6 @@ class Store:
             self._lock.wait_for(lambda: not self._freeing)
             if len(self._kept[place].segments) >= MAX_SEGMENTS:
                 raise Refusal("protocol", f"a generation has at most {MAX_SEGMENTS:,} segments; make them larger")
-            need = _charge(nbytes)
             if self._quota_nbytes is not None and self._used_nbytes + need > self._quota_nbytes:
                 free = self._quota_nbytes - self._used_nbytes
                 raise Refusal(
@@ -331,8 +347,3 @@ class Store:
             waiting=len(state.waiters),
             superseded=len(state.superseded),
         )
-
-
-def _charge(nbytes: int) -> int:
-    """Memory comes in pages."""
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -6,7 +6,7 @@ Parameters end up on the service's memory, which nobody can change. Everything e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -17,14 +17,17 @@ from modelexpress.adapter import EngineAdapter
 from modelexpress.digest import PieceChecksums, checksum_at, checksums_of
 from modelexpress.discovery import FoundTensor, manifest_of, persistent_tensors, torch_dtype
 from modelexpress.errors import GmsError, ManifestMismatch, NotAvailable
+from modelexpress.gms.arena import Piece
 from modelexpress.gms.client import Imported, Segment, Staging
+from modelexpress.gms.memory import return_freed_memory
 from modelexpress.manifest import DTYPE_NBYTES, NO_STORAGE, Manifest, Span, TensorSpec, WeightsIdentity
 from modelexpress.plan import Match, match_checkpoint, match_layouts
 from modelexpress.registry.base import SourceKind
 
-# Storages share segments up to this size, or the largest storage's: few descriptors, and never much more
-# memory than the model while it moves.
+# Storages share segments: few descriptors to import, and never much more memory than the model while it moves.
 _SEGMENT_NBYTES = 64 * 1024 * 1024
+_SEGMENTS = 32  # a segment has 3 % of a larger model, up to:
+_LARGE_SEGMENT_NBYTES = 1024 * 1024 * 1024
 # More than a cache line, so that no two storages lie at the same place modulo a page: copies between such are
 # two to three times slower.
 _ALIGN_NBYTES = 256
@@ -60,16 +63,21 @@ def publish_model(
     label: str,
     checksums: bool,
     threads: int,
+    pieces: Sequence[Piece] = (),
 ) -> Imported:
     """Move a model's weights into a staged generation, storage by storage, and commit it.
 
-    The model goes on with the service's memory under its parameters. At no moment is there more than the
-    model and one segment (64 MiB, or the largest storage). When it raises, nothing is published and the model
-    has its weights, wherever they lie by then; the staging is closed.
+    The model goes on with the service's memory under its parameters. At no moment is there more than the model
+    and one segment: the largest storage, 64 MiB, or a 32nd of the model up to 1 GiB. When it raises, nothing is
+    published and the model has its weights, wherever they lie by then; the staging is closed.
+
+    Args:
+        pieces: what `Arena.settle` gave. Storages that lie there stay where they are, and what may be written to
+            of them moves out into private memory.
 
     Raises:
-        NotAvailable, ManifestMismatch: the model holds a tensor that cannot be bound; names it; nothing was
-            changed.
+        NotAvailable, ManifestMismatch: the model holds a tensor that cannot be bound, or somebody else holds a
+            piece; says which; nothing was changed.
         GmsError: no memory or quota, or the service is gone.
     """
     with staging:
@@ -77,18 +85,21 @@ def publish_model(
         manifest = manifest_of(found.tensors, found.scalars)
         tensors = {each.name: each for each in found.tensors}
         match_layouts(manifest, manifest)  # what no importer could match is not worth its memory
-        _refuse_unbindable(manifest, tensors)
+        specs, shared, born = _by_storage(manifest), _parameter_storages(manifest), _born(manifest, pieces)
+        _refuse_unbindable([spec for at in shared ^ born.keys() for spec in specs[at]], tensors, staging.device)
         made = checksums_of(manifest, threads=threads) if checksums else b""
-        places: list[Place] = []
-        shared, specs = _parameter_storages(manifest), _by_storage(manifest)
-        for number, group in enumerate(_groups(manifest)):
+        places = {at: Place(staging.segments.index(each.segment), each.offset) for at, each in born.items()}
+        for group in _groups(manifest, [at for at in range(len(specs)) if at not in born]):
             segment, offsets = _move(staging, manifest, group)
-            places.extend(Place(number, offset) for offset in offsets)
             for at, offset in zip(group, offsets, strict=True):
-                stored = segment.tensor(offset, manifest.storages[at].nbytes)
-                for spec in specs[at] if at in shared else ():
-                    tensors[spec.name].tensor.data = _view(stored, spec, spec.offset)
-        contents = Contents(adapter.identity(), kind, manifest, tuple(places), made)
+                places[at] = Place(len(staging.segments) - 1, offset)
+                if at in shared:
+                    _bind(segment.tensor(offset, manifest.storages[at].nbytes), specs[at], tensors)
+            return_freed_memory()
+        for at in born.keys() - shared:
+            own = born[at].segment.tensor(born[at].offset, manifest.storages[at].nbytes).clone()
+            _bind(own, specs[at], tensors)
+        contents = Contents(adapter.identity(), kind, manifest, tuple(places[at] for at in range(len(specs))), made)
         imported = staging.commit(label, msgspec.msgpack.encode(contents))
         imported.take_segments()  # the parameters keep what they need
         return imported
@@ -119,13 +130,12 @@ def contents_of(body: bytes, segment_nbytes: Sequence[int]) -> Contents:
 class Binding(NamedTuple):
     """A generation matched with the model that will lie on it.
 
-    `found` are the model's tensors; `owners` the modules, by path, that have one of them on the meta device.
+    `found` are the model's tensors.
     """
 
     match: Match
     target: Manifest
     found: tuple[FoundTensor, ...]
-    owners: dict[str, nn.Module]
 
     @property
     def nbytes(self) -> int:
@@ -153,7 +163,8 @@ def match_model(contents: Contents, adapter: EngineAdapter, module: nn.Module) -
         match = match_layouts(contents.manifest, target)
     for span in match.pairs.values():
         _refuse_unaligned(span, target)
-    return Binding(match, target, found, _meta_owners(module, found))
+    _refuse_unreachable(found)
+    return Binding(match, target, found)
 
 
 def bind_model(contents: Contents, binding: Binding, segments: Sequence[Segment]) -> int:
@@ -164,6 +175,7 @@ def bind_model(contents: Contents, binding: Binding, segments: Sequence[Segment]
     """
     specs = {spec.name: spec for spec in binding.target.tensors}
     tensors = {each.name: each for each in binding.found}
+    storages = contents.manifest.storages
     fresh: dict[int, torch.Tensor] = {}  # what takes the place of a tensor on the meta device, by the old one's id
     private_nbytes = 0
     for index, span in binding.match.pairs.items():
@@ -171,28 +183,21 @@ def bind_model(contents: Contents, binding: Binding, segments: Sequence[Segment]
         place = contents.places[source.storage]
         start = place.offset + source.offset
         stored = segments[place.segment].tensor(start, source.nbytes)
-        shared = any(specs[name].kind == "parameter" for name in span.names)
-        if not shared or any(start % DTYPE_NBYTES[specs[name].dtype] for name in span.names):
-            stored, shared = stored.clone(), False
+        inside = [specs[name] for name in span.names]
+        shared = any(spec.kind == "parameter" for spec in inside)
+        if not shared or any(start % DTYPE_NBYTES[spec.dtype] for spec in inside):
+            stored, shared = stored.to(storages[source.storage].device, copy=True), False
             private_nbytes += span.nbytes
-        for name in span.names:
-            view = _view(stored, specs[name], specs[name].offset - span.offset)
-            _put(binding.owners, tensors[name], view, fresh, bound=shared)
+        for spec in inside:
+            _put(tensors[spec.name], _view(stored, spec, spec.offset - span.offset), fresh, bound=shared)
     for spec in binding.target.tensors:
         if spec.storage == NO_STORAGE and tensors[spec.name].tensor.is_meta:
-            empty = torch.empty(spec.shape, dtype=torch_dtype(spec), device="cpu")
-            _put(binding.owners, tensors[spec.name], empty, fresh, bound=True)
+            empty = torch.empty(spec.shape, dtype=torch_dtype(spec), device=storages[0].device if storages else "cpu")
+            _put(tensors[spec.name], empty, fresh, bound=True)
     return private_nbytes
 
 
-def _put(
-    owners: Mapping[str, nn.Module],
-    found: FoundTensor,
-    value: torch.Tensor,
-    fresh: dict[int, torch.Tensor],
-    *,
-    bound: bool,
-) -> None:
+def _put(found: FoundTensor, value: torch.Tensor, fresh: dict[int, torch.Tensor], *, bound: bool) -> None:
     """Give a tensor of the model these bytes: `bound` to them, or copied into the memory that it has.
 
     `.data` cannot move a tensor off the meta device, so a new object takes its place there: of the same class,
@@ -209,14 +214,12 @@ def _put(
     if id(old) not in fresh:
         if isinstance(old, nn.Parameter):
             value = torch.Tensor._make_subclass(type(old), value, old.requires_grad)
-        vars(value).update(vars(old))
+        if attributes := vars(old):
+            vars(value).update(attributes)
         fresh[id(old)] = value
-    prefix, _, leaf = found.name.rpartition(".")
-    owner, value = owners[prefix], fresh[id(old)]
-    if isinstance(value, nn.Parameter):
-        owner._parameters[leaf] = value
-    else:
-        owner._buffers[leaf] = value
+    if found.registered is not None:
+        holder, key = found.registered
+        holder[key] = fresh[id(old)]
 
 
 def check_checksums(imported: Imported) -> int:
@@ -251,19 +254,43 @@ def _move(staging: Staging, manifest: Manifest, group: Sequence[int]) -> tuple[S
     return staging.add(end, parts), offsets
 
 
-def _groups(manifest: Manifest) -> Iterator[list[int]]:
-    """Storages by their numbers, in order, as many to a group as fit into one segment."""
-    limit = max([_SEGMENT_NBYTES, *(storage.nbytes for storage in manifest.storages)])
+def _groups(manifest: Manifest, storages: Sequence[int]) -> Iterator[list[int]]:
+    """These storages in their order, as many to a group as fit into one segment."""
+    sizes = [storage.nbytes for storage in manifest.storages]
+    limit = max([_SEGMENT_NBYTES, min(sum(sizes) // _SEGMENTS, _LARGE_SEGMENT_NBYTES), *sizes])
     group: list[int] = []
     nbytes = 0
-    for at, storage in enumerate(manifest.storages):
-        if group and nbytes + storage.nbytes > limit:
+    for at in storages:
+        if group and nbytes + sizes[at] > limit:
             yield group
             group, nbytes = [], 0
         group.append(at)
-        nbytes += _aligned(storage.nbytes)
+        nbytes += _aligned(sizes[at])
     if group:
         yield group
+
+
+def _born(manifest: Manifest, pieces: Sequence[Piece]) -> dict[int, Piece]:
+    """The storages, by their numbers, that lie in the staged generation already.
+
+    Raises:
+        NotAvailable: something that is no part of the model lies there, too. It would be frozen with it.
+    """
+    by_address = {piece.address: piece for piece in pieces}
+    found = [by_address.pop(storage.address, None) for storage in manifest.storages]
+    if by_address:
+        nbytes = sum(piece.nbytes for piece in by_address.values())
+        raise NotAvailable(
+            f"{len(by_address)} tensors of {nbytes:,} bytes were allocated with the weights and are no part of the "
+            "model; allocate what is not weights outside of the region"
+        )
+    return {at: piece for at, piece in enumerate(found) if piece is not None}
+
+
+def _bind(stored: torch.Tensor, specs: Sequence[TensorSpec], tensors: Mapping[str, FoundTensor]) -> None:
+    """Let all tensors of one storage look into `stored`."""
+    for spec in specs:
+        tensors[spec.name].tensor.data = _view(stored, spec, spec.offset)
 
 
 def _aligned(nbytes: int) -> int:
@@ -284,7 +311,7 @@ def _by_storage(manifest: Manifest) -> list[list[TensorSpec]]:
 
 def _view(stored: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
     """The described tensor, `offset` bytes into `stored`."""
-    empty = torch.empty(0, dtype=torch_dtype(spec), device=stored.device)
+    empty = stored.new_empty(0, dtype=torch_dtype(spec))
     return empty.set_(stored.untyped_storage(), offset // DTYPE_NBYTES[spec.dtype], spec.shape, spec.stride)
 
 
@@ -314,32 +341,20 @@ def _refuse_unaligned(span: Span, manifest: Manifest) -> None:
             raise NotAvailable(f"tensor {name!r} begins in the middle of an element of the memory that it shares")
 
 
-def _meta_owners(module: nn.Module, found: Sequence[FoundTensor]) -> dict[str, nn.Module]:
-    """Who has the tensors on the meta device registered, by path.
-
-    Raises:
-        NotAvailable: names one that hangs elsewhere, where nothing can take its place.
-    """
-    on_meta = [each for each in found if each.tensor.is_meta]
-    modules = dict(module.named_modules(remove_duplicate=False)) if on_meta else {}
-    owners: dict[str, nn.Module] = {}
-    for each in on_meta:
-        prefix, _, leaf = each.name.rpartition(".")
-        owner = modules.get(prefix)
-        if owner is None or not (leaf in owner._parameters or leaf in owner._buffers):
+def _refuse_unreachable(found: Iterable[FoundTensor]) -> None:
+    """A tensor on the meta device gives its place to another, and only modules keep places for that."""
+    for each in found:
+        if each.tensor.is_meta and each.registered is None:
             raise NotAvailable(f"tensor {each.name!r} is on the meta device and cannot be replaced where it hangs")
-        owners[prefix] = owner
-    return owners
 
 
-def _refuse_unbindable(manifest: Manifest, tensors: Mapping[str, FoundTensor]) -> None:
+def _refuse_unbindable(specs: Iterable[TensorSpec], tensors: Mapping[str, FoundTensor], device: str) -> None:
     """Before anything moves: a tensor that cannot look elsewhere must not be found half-way."""
-    for at in _parameter_storages(manifest):
-        for spec in (spec for spec in manifest.tensors if spec.storage == at):
-            tensor = tensors[spec.name].tensor
-            if spec.offset % DTYPE_NBYTES[spec.dtype]:
-                raise NotAvailable(f"tensor {spec.name!r} begins in the middle of an element of its memory")
-            if tensor.is_inference():
-                raise NotAvailable(
-                    f"tensor {spec.name!r} was made in inference mode and cannot be bound to other memory"
-                )
+    for spec in specs:
+        if str(tensors[spec.name].tensor.device) != device:
+            found = tensors[spec.name].tensor.device
+            raise NotAvailable(f"tensor {spec.name!r} lies on {found}, and the service keeps memory of {device}")
+        if spec.offset % DTYPE_NBYTES[spec.dtype]:
+            raise NotAvailable(f"tensor {spec.name!r} begins in the middle of an element of its memory")
+        if tensors[spec.name].tensor.is_inference():
+            raise NotAvailable(f"tensor {spec.name!r} was made in inference mode and cannot be bound to other memory")

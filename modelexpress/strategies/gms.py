@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from modelexpress.errors import GmsError, NotAvailable
-from modelexpress.gms.client import Busy, Imported, Staging, Where, open_session
+from modelexpress.gms.client import Busy, Imported, Staging, Where, open_session, require_service
 from modelexpress.gms.memory import MemoryBackend
 from modelexpress.gms.weights import bind_model, contents_of, match_model
 from modelexpress.manifest import WeightsIdentity
@@ -47,6 +47,7 @@ class GmsImport(LoadStrategy):
         self.imported: Imported | None = None
 
     def sources(self, target: LoadTarget) -> Sequence[LoadSource]:
+        require_service(self._path)  # before the weights are named, which may read files for their digest
         identity = target.adapter.identity()
         found: list[LoadSource] = []
         if target.adapter.repeatable:

@@ -16,8 +16,8 @@ CONFIG = Config(revision="r1", model_name="org/tiny")
 
 
 @contextmanager
-def serving(path, *, quota_nbytes=None):
-    with GmsServer(path, HostMemory(), quota_nbytes=quota_nbytes) as server:
+def serving(path, backend=None, *, quota_nbytes=None):
+    with GmsServer(path, backend or HostMemory(), quota_nbytes=quota_nbytes) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

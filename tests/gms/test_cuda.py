@@ -9,8 +9,12 @@ import os
 
 import pytest
 
-from modelexpress.errors import GmsError
+from modelexpress.errors import GmsError, NotAvailable
+from modelexpress.gms import client
 from modelexpress.gms.cuda import CudaError, CudaMemory, Properties, result_of
+from modelexpress.gms.weights import publish_model
+from tests.gms.service import adapter_of, serving
+from tests.support.tensors import TinyModel
 
 GRANULE = 2 * 1024 * 1024
 
@@ -238,6 +242,52 @@ def test_readers_map_for_reading_and_keep_the_address(memory, driver, fd):
     assert driver.mapped == driver.reserved == {}
     with pytest.raises(GmsError, match="closed"):
         mapping.restore(fd)
+
+
+def test_a_writer_maps_for_writing_until_it_freezes(memory, driver, fd):
+    mapping = memory.map(fd, 100, writable=True)
+    assert driver.mapped == {mapping.address: "write"}
+
+    mapping.freeze(fd)
+
+    assert driver.mapped == {mapping.address: "read"}
+    names = [call[0] for call in driver.calls]
+    assert names[-2:] == ["synchronize", "set_access"]  # kernels that still write come first
+    mapping.close()
+
+
+@pytest.mark.parametrize("call", ["push_context", "synchronize", "set_access"])
+def test_a_mapping_that_cannot_be_frozen_is_what_it_was(memory, driver, fd, call):
+    mapping = memory.map(fd, 100, writable=True)
+    driver.fails = call
+    with pytest.raises(GmsError, match=f"{call} failed"):
+        mapping.freeze(fd)
+    assert driver.mapped == {mapping.address: "write"}
+    driver.fails = None
+    mapping.close()
+
+
+def test_the_quota_counts_what_a_segment_really_takes(memory, tmp_path):
+    """A byte costs a granule of 2 MiB."""
+    with (
+        serving(tmp_path / "gms.sock", memory, quota_nbytes=2 * GRANULE) as path,
+        client.open_session(client.Where(path, "k"), "RW", memory, wait_s=5) as staging,
+    ):
+        staging.add(1, [])
+        staging.add(GRANULE, [])
+        assert client.status(path).used_nbytes == 2 * GRANULE
+        with pytest.raises(GmsError, match=r"1 bytes does not fit: 0 of the quota"):
+            staging.add(1, [])
+        staging.release(staging.segments[0])
+        assert client.status(path).used_nbytes == GRANULE
+
+
+def test_a_model_of_another_device_is_refused_by_name(memory, tmp_path):
+    with serving(tmp_path / "gms.sock", memory) as path:
+        staging = client.open_session(client.Where(path, "k"), "RW", memory, wait_s=5)
+        options = {"kind": "layout", "label": "", "checksums": False, "threads": 1}
+        with pytest.raises(NotAvailable, match=r"tensor '.*' lies on cpu, and the service keeps memory of cuda:1"):
+            publish_model(staging, adapter_of(), TinyModel(), **options)
 
 
 def test_kernels_end_before_their_memory_is_unmapped(memory, driver, fd):

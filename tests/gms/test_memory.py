@@ -105,6 +105,22 @@ def test_a_segment_comes_back_at_the_same_address(backend):
         assert bytes_of(mapping) == CONTENT
 
 
+def test_what_a_writer_writes_is_in_the_segment_until_it_is_frozen(backend):
+    with segment(backend, sealed=False) as fd:
+        mapping = backend.map(fd, NBYTES, writable=True)
+        address = mapping.address
+        memory_at(address, NBYTES)[:5] = b"early"
+        mapping.freeze(fd)
+        memory_at(address, NBYTES)[:5] = b"late!"
+
+        backend.seal(fd, NBYTES)
+        assert mapping.address == address
+        assert bytes_of(mapping) == b"late!" + CONTENT[5:]
+        with mapped(backend, fd) as other:
+            assert bytes_of(other) == b"early" + CONTENT[5:]
+        mapping.close()
+
+
 def test_a_closed_mapping_stays_closed(backend):
     with segment(backend, sealed=True) as fd:
         mapping = backend.map(fd, NBYTES)
@@ -243,6 +259,44 @@ def test_memory_is_there_and_not_only_promised():
     fd = HostMemory().allocate(nbytes)
     assert os.fstat(fd).st_blocks * 512 >= nbytes
     os.close(fd)
+
+
+@pytest.mark.parametrize("setting", ["always within_size [advise] never deny force", "always [never]", None])
+def test_asking_for_huge_pages_changes_nothing_else(tmp_path, monkeypatch, setting):
+    """Whatever the kernel makes of it: all memory is there, of the size that was asked for, and can be sealed."""
+    monkeypatch.setattr(memory, "_SHMEM_HUGE", tmp_path / "shmem_enabled")
+    if setting is not None:
+        (tmp_path / "shmem_enabled").write_text(f"{setting}\n")
+    with segment(HostMemory(), sealed=True) as fd, mapped(HostMemory(), fd) as mapping:
+        assert bytes_of(mapping) == CONTENT
+        assert os.fstat(fd).st_blocks * 512 >= NBYTES
+
+
+HUGE_PAGES = """
+import os, sys
+from pathlib import Path
+from modelexpress.gms import memory
+os.chdir(sys.argv[1])
+Path("shmem_enabled").write_text("[advise]")
+memory._SHMEM_HUGE = Path("shmem_enabled")
+fd = os.open("segment", os.O_RDWR | os.O_CREAT)
+memory._ask_for_huge_pages(fd, 64 << 20)
+mapping = memory.HostMemory().map(fd, 64 << 20)
+memory.memory_at(mapping.address, 64 << 20)[:: 1 << 12].tobytes()
+huge = [line.split()[1] for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith("ShmemPmd")]
+print(sum(map(int, huge)), "kB")
+"""
+
+
+def test_the_kernel_gives_huge_pages_to_those_who_ask(tmp_path):
+    """On a mount of our own, since the setting for memfds is the machine's. Readers map them without asking."""
+    mount = f"mount -t tmpfs -o huge=advise,size=100m none {tmp_path}"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount here, or a kernel without huge pages in tmpfs")
+    script = f'{mount} && exec "$0" -c "$1" {tmp_path}'
+    argv = ["unshare", "-m", "sh", "-c", script, sys.executable, HUGE_PAGES]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == f"{64 << 10} kB\n", done.stderr
 
 
 def test_a_gigabyte_is_reserved_while_other_threads_run():

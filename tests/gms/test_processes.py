@@ -1,5 +1,6 @@
 """Real processes: an engine publishes and dies, the next one imports; the service is killed and the chain goes on."""
 
+import hashlib
 import json
 import os
 import signal
@@ -18,29 +19,30 @@ pytestmark = pytest.mark.timeout(120)
 
 TENSORS = {f"layers.{at}.weight": raw("BF16", 64, 500, seed=at) for at in range(8)}
 
-# What an engine does: build, load with the service configured, answer, and live on until it is told or killed.
+# What an engine does: build, load with the service configured, answer, and live on until it is killed, or exit.
 ENGINE = """
 import hashlib, json, signal, sys
 import torch
 from torch import nn
 import modelexpress
 
+checkpoint, socket, publish, rows, then = sys.argv[1:]
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(500, 64, bias=False, dtype=torch.bfloat16) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(500, int(rows), bias=False, dtype=torch.bfloat16) for _ in range(8))
 
     def forward(self, x):
         return sum(layer(x).float().nan_to_num(0).sign().sum() for layer in self.layers)
 
-checkpoint, socket, publish = sys.argv[1], sys.argv[2], sys.argv[3] == "publish"
-report = modelexpress.load(Model, checkpoint, gms=socket, publish=publish)
-weights = hashlib.sha256(b"".join(bytes(p.detach().flatten().view(torch.uint8).tolist())
-                                  for p in report.model.parameters())).hexdigest()
+report = modelexpress.load(Model, checkpoint, gms=socket, publish=publish == "publish")
+weights = hashlib.sha256(b"".join(p.detach().view(torch.uint8).numpy() for p in report.model.parameters())).hexdigest()
 answer = float(report.model(torch.ones(1, 500, dtype=torch.bfloat16)))
 print("ready", json.dumps({"strategy": report.strategy, "weights": weights, "answer": answer,
                            "attempts": [[a.strategy, a.outcome, a.error] for a in report.attempts]}), flush=True)
-signal.pause()
+if then == "stay":
+    signal.pause()
 """
 
 
@@ -59,8 +61,8 @@ def service(socket, *options):
 
 
 class Engine(PeerProcess):
-    def __init__(self, checkpoint, socket, publish="publish"):
-        super().__init__([sys.executable, "-c", ENGINE, str(checkpoint), socket, publish])
+    def __init__(self, checkpoint, socket, publish="publish", *, rows=64, then="stay"):
+        super().__init__([sys.executable, "-c", ENGINE, str(checkpoint), socket, publish, str(rows), then])
 
     @property
     def said(self):
@@ -92,6 +94,24 @@ def test_the_next_engine_imports_what_a_killed_one_published(checkpoint, socket)
     assert (oracle["strategy"], imported["strategy"]) == ("disk", "gms")
     assert imported["weights"] == oracle["weights"]
     assert imported["answer"] == oracle["answer"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_gigabyte_outlives_the_engine_that_exits(tmp_path, socket):
+    rows = 125_000
+    tensors = {f"layers.{at}.weight": raw("BF16", rows, 500, seed=at) for at in range(8)}
+    oracle = hashlib.sha256(b"".join(each.data for each in tensors.values())).hexdigest()
+    checkpoint = write_sharded(tmp_path / "model", {"model.safetensors": tensors})
+    with service(socket):
+        with Engine(checkpoint, socket, rows=rows, then="exit") as first:
+            assert first.wait() == 0
+        with Engine(checkpoint, socket, rows=rows, then="exit") as second:
+            assert second.wait() == 0
+
+    assert (first.said["strategy"], second.said["strategy"]) == ("disk", "gms")
+    assert first.said["weights"] == second.said["weights"] == oracle
+    assert first.said["answer"] == second.said["answer"]
 
 
 def test_engines_that_start_together_load_once(checkpoint, socket):
@@ -162,9 +182,11 @@ def test_the_quota_refuses_and_the_engine_keeps_its_weights(checkpoint, socket):
 def test_a_missing_service_costs_milliseconds_and_one_line(checkpoint, tmp_path):
     done = modelexpress("load", checkpoint, "--gms", tmp_path / "none.sock", "--json")
 
-    rows = {each["strategy"]: each for each in json.loads(done.stdout)["attempts"]}
-    assert rows["gms"]["outcome"] == "unavailable"
-    assert rows["disk"]["outcome"] == "loaded"
+    rows = json.loads(done.stdout)["attempts"]
+    assert [(each["strategy"], each["outcome"]) for each in rows] == [
+        ("rdma", "off"), ("gms", "unavailable"), ("disk", "loaded")
+    ]  # fmt: skip
+    assert rows[1]["seconds"] < 0.01
 
 
 def test_a_stopped_service_costs_its_time_limit_and_no_more(checkpoint, socket):

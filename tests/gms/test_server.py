@@ -29,6 +29,7 @@ from modelexpress.gms.protocol import (
     Granted,
     Hello,
     Refused,
+    Release,
     Status,
     receive_fds,
     send_message,
@@ -220,6 +221,29 @@ def test_a_writer_that_aborts_leaves_the_old_generation(path, server):
     assert read_now(path) == (1, b"body", CONTENTS)
     with asking(path, "RW", wait_s=5) as (_, granted):
         assert granted.generation == 3
+
+
+def test_a_segment_that_is_released_is_not_committed_and_costs_nothing(path, server):
+    with asking(path, "RW") as (sock, _):
+        stage(sock, [b"first", bytes(3 * PAGE), b"last"])
+        assert ask(sock, Release(1)) == Done()
+        assert status(path).used_nbytes == 2 * PAGE
+        assert segments_of(server) == 2
+        ask(sock, Commit("", b"body"))
+
+    assert read_now(path) == (1, b"body", [b"first", b"last"])
+
+
+def test_only_staged_segments_can_be_released(path, server):
+    with asking(path, "RW") as (sock, _):
+        stage(sock, [b"only"])
+        for wrong in (1, -1, 1 << 40):
+            refused = ask(sock, Release(wrong))
+            assert (refused.kind, refused.reason) == ("protocol", f"segment {wrong} of 1 cannot be released")
+        ask(sock, Commit("", b"body"))
+        assert ask(sock, Release(0)).kind == "protocol"
+
+    assert read_now(path) == (1, b"body", [b"only"])
 
 
 def test_a_number_is_not_reused_after_all_is_forgotten(path, server):

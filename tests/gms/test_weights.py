@@ -4,11 +4,13 @@ import gc
 import os
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from modelexpress.adapter import ModuleAdapter
 from modelexpress.errors import (
     GmsError,
     LoadFailed,
@@ -142,6 +144,24 @@ def test_a_publication_costs_one_segment_more_than_the_model_and_no_descriptor(s
     assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= fds + 1)  # the service's own, in this process
 
 
+def anonymous_nbytes():
+    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def test_what_has_moved_in_is_given_back_to_the_machine(service):
+    """The C library would keep blocks of a size that was freed before, up to 32 MiB, and all below a later one."""
+    torch.zeros(31 << 20, dtype=torch.uint8)
+    model = nn.ParameterList(nn.Parameter(torch.zeros(2 << 20)) for _ in range(24))
+    later = torch.ones(1 << 18)
+    before = anonymous_nbytes()
+
+    publish(service, model, adapter=adapter_of(lambda: model)).close()
+
+    assert before - anonymous_nbytes() > 0.9 * 24 * (8 << 20)
+    assert later.sum() == 1 << 18
+
+
 def test_views_ties_strides_and_containers_come_out_right(service):
     class Odd(nn.Module):
         def __init__(self):
@@ -162,6 +182,40 @@ def test_views_ties_strides_and_containers_come_out_right(service):
     assert snapshot(loaded) == snapshot(model)
     assert loaded.cache["view"].data_ptr() == loaded.turned.detach()[1:].data_ptr()
     assert loaded.cache["own"].tolist() == [5, 5, 5]
+
+
+class Experts(nn.Module):
+    """Modules in a plain list, which torch does not know of."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(4, 2)
+        self.experts = [nn.Linear(4, 4) for _ in range(2)]
+
+
+@pytest.mark.parametrize("build", [Experts, meta(Experts)])
+def test_modules_in_containers_are_bound_too(service, build):
+    model = Experts()
+    publish(service, model, adapter=adapter_of(Experts))
+
+    loaded, _ = load(service, build)
+
+    for one, other in zip(loaded.experts, model.experts, strict=True):
+        assert bytes_of(one.weight) == bytes_of(other.weight)
+        assert isinstance(one.bias, nn.Parameter)
+
+
+def hold_twice():
+    module = nn.Linear(2, 2)
+    module.cache = {"w": module.weight.detach()}
+    return module
+
+
+def test_what_cannot_be_replaced_where_it_hangs_is_refused(service):
+    publish(service, hold_twice(), adapter=adapter_of(hold_twice))
+
+    with pytest.raises(LoadFailed, match=r"cache.*is on the meta device and cannot be replaced where it hangs"):
+        load(service, meta(hold_twice))
 
 
 def test_a_wrong_identity_is_a_miss_and_a_wrong_layout_is_refused(service):
@@ -422,5 +476,14 @@ def test_resume_after_a_drop_is_stale(service):
 
 
 def test_no_service_is_a_miss_within_milliseconds(tmp_path):
-    with pytest.raises(LoadFailed, match="no memory service is running"):
-        load(str(tmp_path / "none.sock"))
+    """The weights are not even named: a digest reads files."""
+    named = []
+    adapter = ModuleAdapter(TinyModel, lambda: named.append("read"))
+    missing = GmsImport(str(tmp_path / "none.sock"), HostMemory(), claims=True, wait_s=60)
+
+    with pytest.raises(LoadFailed, match="no memory service is running") as failed:
+        LoadStrategyChain([missing]).run(LoadTarget(adapter, ModelRoot(TinyModel())))
+
+    (attempt,) = failed.value.report.attempts
+    assert attempt.seconds < 0.01
+    assert named == []

@@ -14,12 +14,16 @@ from contextlib import closing
 
 import pytest
 import torch
+from torch import nn
 
 from modelexpress.errors import GmsError
 from modelexpress.gms.archive import restore, save
+from modelexpress.gms.arena import Arena
 from modelexpress.gms.client import Where, drop, open_session
 from modelexpress.gms.cuda import CudaMemory
 from modelexpress.gms.server import GmsServer
+from modelexpress.gms.weights import bind_model, contents_of, match_model, publish_model
+from tests.gms.service import adapter_of, where_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -130,6 +134,19 @@ def test_what_is_no_device_memory_is_not_accepted(memory, fd):
     os.close(other)
 
 
+def test_what_a_writer_writes_is_in_the_segment_until_it_freezes(memory, fd):
+    mapping = memory.map(fd, NBYTES, writable=True)
+    tensor = mapping.tensor(mapping.lease(), 0, NBYTES)
+    tensor[:5] = 7
+    address = mapping.address
+    mapping.freeze(fd)
+    assert mapping.address == address
+    assert tensor[:6].tolist() == [7] * 5 + [CONTENT[5]]
+    with closing(memory.map(fd, NBYTES)) as other:
+        assert bytes_of(other) == bytes([7] * 5) + CONTENT[5:]
+    mapping.close()
+
+
 def test_a_smaller_segment_than_was_announced_cannot_be_mapped(memory, fd):
     with pytest.raises(GmsError, match="cuMemMap failed"):
         memory.map(fd, 100 * NBYTES)
@@ -174,6 +191,53 @@ def test_every_method_works_from_a_thread_that_never_saw_the_device(memory):
     thread.start()
     thread.join(60)
     assert result == [CONTENT]
+
+
+class Model(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.layer = nn.Linear(1000, 1000, device=device)
+        self.register_buffer("scale", torch.empty(3, device=device))
+
+
+def test_weights_that_land_in_the_service_are_published_where_they_are_and_imported(service, memory):
+    adapter = adapter_of(lambda: Model("meta"))
+    staging = open_session(where_of(service, adapter), "RW", memory, wait_s=5)
+    arena = Arena(staging)
+    with arena.landing():
+        model = Model("cuda:0")
+        model.scale.fill_(2)
+    expected, address, old_scale = model.layer.weight.cpu(), model.layer.weight.data_ptr(), model.scale.data_ptr()
+
+    options = {"kind": "layout", "label": "", "checksums": False, "threads": 1}
+    publish_model(staging, adapter, model, pieces=arena.settle(), **options)
+
+    assert model.layer.weight.data_ptr() == address
+    assert model.scale.data_ptr() != old_scale
+    model.scale.add_(1)  # its own memory: no fault
+    imported = open_session(where_of(service, adapter), "RO", memory, wait_s=5)
+    segments = imported.take_segments()
+    contents = contents_of(imported.body, [each.mapping.nbytes for each in segments])
+    reader = Model("meta")
+    bind_model(contents, match_model(contents, adapter, reader), segments)
+    assert torch.equal(reader.layer.weight.cpu(), expected)
+    assert torch.equal(reader.layer(torch.ones(2, 1000, device="cuda:0")), model.layer(torch.ones(2, 1000).cuda()))
+    assert reader.scale.tolist() == [2, 2, 2]
+
+
+def test_memory_that_kernels_still_use_is_not_given_out_again_before_they_end(service, memory):
+    staging = open_session(Where(service, "k"), "RW", memory, wait_s=5)
+    with staging, Arena(staging).landing():
+        first = torch.empty(64 << 20, dtype=torch.uint8, device="cuda:0")
+        address = first.data_ptr()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                first.fill_(1)
+        del first
+        second = torch.empty(64 << 20, dtype=torch.uint8, device="cuda:0").fill_(2)
+        assert second.data_ptr() == address
+        torch.cuda.synchronize()
+        assert second.min().item() == 2
 
 
 def test_a_service_of_device_memory_is_saved_and_restored(service, memory, tmp_path):
