@@ -138,12 +138,15 @@ def load_root(
     config: Config,
     *,
     progress: Progress | None = None,
+    fetch: Callable[[], Path] | None = None,
 ) -> LoadReport:
     """Run the default chain on an engine's root, and publish the result where the config asks for it.
 
-    `root` gives the module to fill; it is called when the services are known to be usable.
+    Args:
+        root: gives the module to fill; called when the services are known to be usable.
+        fetch: brings the checkpoint to this machine and says where; called when it is the turn of the disk.
     """
-    with default_chain(config, checkpoint) as chain:
+    with default_chain(config, checkpoint, fetch=fetch) as chain:
         report = chain.run(LoadTarget(adapter, ModelRoot(root()), progress))
         gms = next((each for each in chain.strategies if isinstance(each, GmsImport)), None)
         imported = gms.imported if gms is not None else None
@@ -182,9 +185,10 @@ def _keep_in_service(
 
 
 def _offer_to_peers(adapter: EngineAdapter, model: nn.Module, checkpoint: Path, config: Config) -> WeightSource | None:
-    source = _layout_source(adapter, model, checkpoint, config)
     try:
-        source.publish()
+        source = _layout_source(adapter, model, checkpoint, config)
+        if config.publish_when == "loaded":
+            source.publish()
     except ModelExpressError as exc:
         logger.warning("the model is loaded, and could not be published: %s", describe(exc))
         return None
@@ -241,7 +245,9 @@ def serve_checkpoint(
 
 
 @contextmanager
-def default_chain(config: Config, checkpoint: Path) -> Iterator[LoadStrategyChain]:
+def default_chain(
+    config: Config, checkpoint: Path, *, fetch: Callable[[], Path] | None = None
+) -> Iterator[LoadStrategyChain]:
     """The chain that `config` asks for, with the services it needs; they are closed after the block.
 
     A strategy that cannot work here is left out, and the report says why.
@@ -251,7 +257,8 @@ def default_chain(config: Config, checkpoint: Path) -> Iterator[LoadStrategyChai
     with ExitStack() as services:
         for name in config.strategies:
             if name == "disk":
-                strategies.append(DiskCheckpoint(checkpoint, threads=config.threads, verify=config.verify))
+                files = DiskCheckpoint(checkpoint, threads=config.threads, verify=config.verify, fetch=fetch)
+                strategies.append(files)
             elif name == "gms" and config.gms is not None:
                 importing = GmsImport(
                     config.gms,

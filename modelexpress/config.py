@@ -46,6 +46,8 @@ class Config:
             or sampled (one piece in eight). On disk it applies where checksums were recorded.
         publish: serve the weights to others once they are loaded: in the registry, in the memory service, or
             both, whichever is set.
+        publish_when: offer them to peers as soon as they are loaded, or when the engine is ready to serve. Without
+            an engine, `ready` leaves it to the caller, who publishes `LoadReport.publication`.
         strict: fail at the first attempt that does not work, instead of trying the next.
         transfer_timeout_s: seconds for one attempt to move its bytes.
         connect_timeout_s: seconds to reach a registry or a peer.
@@ -62,6 +64,7 @@ class Config:
     model_name: str | None = None
     verify: Literal["on", "off", "sampled"] = "on"
     publish: bool = False
+    publish_when: Literal["loaded", "ready"] = "loaded"
     strict: bool = False
     transfer_timeout_s: float = 300.0
     connect_timeout_s: float = 10.0
@@ -203,10 +206,13 @@ def _strategies(value: object) -> tuple[str, ...]:
     return names
 
 
-def _verify(value: object) -> str:
-    if value not in ("on", "off", "sampled"):
-        raise ValueError
-    return str(value)
+def _one_of(*words: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if value not in words:
+            raise ValueError
+        return str(value)
+
+    return parse
 
 
 _SECONDS = (_seconds, "a positive number of seconds, like 30, of at most a year")
@@ -218,8 +224,9 @@ _PARSERS: Mapping[str, tuple[Callable[[object], object], str]] = {
     "gms": (_text, "the path of a socket"),
     "revision": (_text, "a name for the checkpoint's content, like a commit hash"),
     "model_name": (_text, "a model's name, like org/model"),
-    "verify": (_verify, "on, off or sampled"),
+    "verify": (_one_of("on", "off", "sampled"), "on, off or sampled"),
     "publish": _FLAG,
+    "publish_when": (_one_of("loaded", "ready"), "loaded or ready"),
     "strict": _FLAG,
     "transfer_timeout_s": _SECONDS,
     "connect_timeout_s": _SECONDS,

@@ -99,6 +99,11 @@ class WeightSource:
         """Whether others can find the weights now."""
         return self._live is not None
 
+    @property
+    def generation(self) -> int:
+        """How often the weights were published; 0 before the first time."""
+        return self._generation
+
     def publish(self) -> SourceRecord:
         """Register the memory, compute checksums, and become findable as a new generation.
 

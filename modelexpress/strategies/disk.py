@@ -38,17 +38,22 @@ class DiskCheckpoint(LoadStrategy):
     Args:
         verify: compares with recorded checksums (`modelexpress inspect --record-checksums`) where the folder
             has them; files without a record have nothing to be compared with.
+        fetch: brings the checkpoint to this machine and says where it is; called when this way is tried.
     """
 
     name = "disk"
 
-    def __init__(self, checkpoint: Path, *, threads: int, verify: Verify) -> None:
+    def __init__(
+        self, checkpoint: Path, *, threads: int, verify: Verify, fetch: Callable[[], Path] | None = None
+    ) -> None:
         self._checkpoint = checkpoint
         self._threads = threads
         self._verify = verify
+        self._fetch = fetch
 
     def sources(self, target: LoadTarget) -> Sequence[LoadSource]:
-        return (_Folder(self._checkpoint, target, threads=self._threads, verify=self._verify),)
+        checkpoint = self._checkpoint if self._fetch is None else self._fetch()
+        return (_Folder(checkpoint, target, threads=self._threads, verify=self._verify),)
 
 
 class _Folder(LoadSource):
