@@ -5,10 +5,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test check bench format clean
+# SGLang pins other versions of much that we use, so its tests have an environment of their own.
+SGLANG_CPU   := tests/support/sglang_cpu
+SGLANG_VENV  := .venv-sglang
+SGLANG_BIN   := $(SGLANG_VENV)/bin
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
+
+.PHONY: help setup setup-sglang demo test test-sglang test-sglang-fleet check bench format clean
 
 help:  ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 setup: $(STAMP)  ## Create .venv with everything that tests, checks and benchmarks need
 
@@ -19,11 +25,28 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps silero-vad==6.2.3
 	touch $(STAMP)
 
+setup-sglang: $(SGLANG_STAMP)  ## Create .venv-sglang: the smallest real SGLang that serves on a CPU
+
+# pip has to compile: with PYTHONDONTWRITEBYTECODE set, every server would compile SGLang's 5,200 files anew.
+$(SGLANG_STAMP): pyproject.toml constraints.txt $(wildcard $(SGLANG_CPU)/*.txt) $(SGLANG_CPU)/pyproject.toml
+	test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/python -m pip install --quiet --compile --constraint constraints.txt \
+		--requirement $(SGLANG_CPU)/requirements.txt --editable '.[nixl,redis]' --editable $(SGLANG_CPU)
+	$(SGLANG_BIN)/python -m pip install --quiet --compile --no-deps --requirement $(SGLANG_CPU)/requirements-no-deps.txt
+	touch $(SGLANG_STAMP)
+
 demo: $(STAMP)  ## Load real weights by disk, from a peer, and with the peer killed mid-read
 	$(BIN)/python benchmarks/demo.py
 
-test: $(STAMP) redis-server  ## Run every test
-	$(BIN)/python -m pytest
+test: $(STAMP) redis-server  ## Run every test, those on the real SGLang last
+	$(BIN)/python -m pytest --ignore tests/sglang
+	$(MAKE) test-sglang
+
+test-sglang: $(SGLANG_STAMP) redis-server  ## Run the tests on the real SGLang alone
+	env -u PYTHONDONTWRITEBYTECODE $(SGLANG_BIN)/python -m pytest tests/sglang -m "not fleet"
+
+test-sglang-fleet: $(SGLANG_STAMP)  ## Compare whole servers, four for each kind of model: takes half an hour
+	env -u PYTHONDONTWRITEBYTECODE $(SGLANG_BIN)/python -m pytest tests/sglang -m fleet
 
 check: $(STAMP)  ## Lint, formatting, types
 	$(BIN)/ruff check .
@@ -45,4 +68,4 @@ redis-server:
 	@{ command -v redis-server && command -v openssl; } >/dev/null || tests/support/install_redis.sh
 
 clean:  ## Remove what was built and generated
-	rm -rf $(VENV) demo-data build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) .sglang-models demo-data build dist *.egg-info
