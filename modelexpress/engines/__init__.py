@@ -1,1 +1,1 @@
-"""Adapters of engines, one folder each. None is in this version; plain modules need none."""
+"""Adapters of engines, one folder each. Plain modules need none."""
