@@ -185,6 +185,31 @@ def test_two_storages_over_one_memory_count_as_one():
     assert len(described.spans()) == 1
 
 
+def test_three_storages_over_one_memory_count_as_one_and_the_next_does_not():
+    array = np.zeros(40, dtype=np.uint8)
+    module = nn.Module()
+    for name, part in {"a": array[:8], "b": array[4:20], "c": array[10:12], "d": array[20:]}.items():
+        module.register_buffer(name, torch.from_numpy(part))
+
+    described = manifest(module)
+
+    assert [(each.storage, each.offset) for each in described.tensors] == [(0, 0), (0, 4), (0, 10), (1, 0)]
+    assert [each.nbytes for each in described.storages] == [20, 20]
+
+
+def test_storages_on_the_meta_device_never_overlap():
+    """They have no address, however large they are."""
+    module = nn.Module()
+    module.parts = [torch.empty(1 << 40, dtype=torch.uint8, device="meta") for _ in range(20)]
+    module.view = module.parts[3][5:9]
+
+    described = manifest_of(discover(module).tensors, meta=True)
+
+    assert [each.nbytes for each in described.storages] == [1 << 40] * 20
+    specs = {each.name: each for each in described.tensors}
+    assert (specs["view"].storage, specs["view"].offset) == (specs["parts[3]"].storage, 5)
+
+
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [
