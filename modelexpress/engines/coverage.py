@@ -71,11 +71,13 @@ class Rehearsed:
         nbytes: bytes of the model that come from the checkpoint.
         narrows: whether some of them become narrower.
         same: pairs of tensors that go to the same memory, and so must be the same.
+        unfilled: optional parameters that no tensor fills.
     """
 
     nbytes: int
-    narrows: bool
-    same: frozenset[tuple[str, str]]
+    narrows: bool = False
+    same: frozenset[tuple[str, str]] = frozenset()
+    unfilled: frozenset[str] = frozenset()
 
 
 def rehearse(module: nn.Module, checkpoint: Manifest, label: str, load: Load, expected: Expectation) -> Rehearsed:
@@ -100,7 +102,9 @@ def rehearse(module: nn.Module, checkpoint: Manifest, label: str, load: Load, ex
     return rehearsal.checked()
 
 
-def load_rehearsed(module: nn.Module, tensors: Weights, label: str, load: Load, rehearsed: Rehearsed) -> int:
+def load_rehearsed(
+    module: nn.Module, tensors: Weights, label: str, load: Load, expected: Expectation, rehearsed: Rehearsed
+) -> int:
     """Run `load` in earnest, after its rehearsal; returns the bytes that were written from the checkpoint.
 
     Raises:
@@ -112,7 +116,7 @@ def load_rehearsed(module: nn.Module, tensors: Weights, label: str, load: Load, 
     if not rehearsed.narrows:
         load(module, tensors)
         return rehearsed.nbytes
-    conversions = _Conversions(label)
+    conversions = _Conversions(label, expected)
     with conversions.watching():
         load(module, conversions.given(tensors))
     conversions.check()
@@ -169,9 +173,10 @@ class _Target:
 class _Conversions(Watcher):
     """Looks at each copy into a narrower type, once it is done."""
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, expected: Expectation) -> None:
         super().__init__()
         self._label = label
+        self._expected = expected
         self._counts: Counter[str] = Counter()
         self._refused: CheckpointError | None = None
 
@@ -184,6 +189,8 @@ class _Conversions(Watcher):
     def run(self, operation: Operation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         if operation.kind == "copy_" and _narrows(args[1].dtype, args[0].dtype):
+            if self._expected.metadata(self.last):
+                return result
             self._look(args[0], args[1].to(args[0].device))
         return result
 
@@ -230,6 +237,7 @@ class _Rehearsal(Watcher):
         self._used: set[str] = set()
         self._narrows = False
         self._same: set[tuple[str, str]] = set()
+        self._unfilled: set[str] = set()
         self._refused: CheckpointError | None = None
 
     def stand_ins(self, checkpoint: Manifest) -> Weights:
@@ -281,7 +289,8 @@ class _Rehearsal(Watcher):
         self._require_all_bytes()
         self._require_no_odd_padding()
         self._require_all_used()
-        return Rehearsed(sum(each.nbytes for each in self._writes.values()), self._narrows, frozenset(self._same))
+        nbytes = sum(each.nbytes for each in self._writes.values())
+        return Rehearsed(nbytes, self._narrows, frozenset(self._same), frozenset(self._unfilled))
 
     def _origins_of(self, inputs: list[torch.Tensor]) -> frozenset[str]:
         with self.lock:
@@ -382,6 +391,7 @@ class _Rehearsal(Watcher):
 
     def _must_be_filled(self, target: _Target, patterns: set[str]) -> bool:
         if self._expected.optional(target.found.name):
+            self._unfilled.add(target.found.name)
             return False
         # A buffer may be a constant of the architecture; where its like in another layer came from the
         # checkpoint, it is a weight.

@@ -11,7 +11,7 @@ from modelexpress.engines.coverage import Expectation, Rehearsed, load_rehearsed
 from modelexpress.errors import CheckpointError
 
 NOTHING_LEFT_OUT = Expectation()
-NARROWING = Rehearsed(nbytes=0, narrows=True, same=frozenset())
+NARROWING = Rehearsed(nbytes=0, narrows=True)
 
 
 class Layer(nn.Module):
@@ -181,10 +181,10 @@ def test_tensors_that_share_memory_must_be_the_same():
 
     assert rehearsed.same == {("layers.0.q", "layers.1.q"), ("layers.0.k", "layers.1.k")}
     with pytest.raises(CheckpointError, match=r"tensors 'layers\.0\.q' and 'layers\.1\.q' differ"):
-        load_rehearsed(engine, iter(tensors.items()), "DIR", load, rehearsed)
+        load_rehearsed(engine, iter(tensors.items()), "DIR", load, NOTHING_LEFT_OUT, rehearsed)
 
     tensors |= {"layers.1.q": tensors["layers.0.q"].clone(), "layers.1.k": tensors["layers.0.k"].clone()}
-    assert load_rehearsed(engine, iter(tensors.items()), "DIR", load, rehearsed) == rehearsed.nbytes
+    assert load_rehearsed(engine, iter(tensors.items()), "DIR", load, NOTHING_LEFT_OUT, rehearsed) == rehearsed.nbytes
 
 
 def test_metadata_may_be_converted_and_written_over():
@@ -281,14 +281,14 @@ def test_values_that_do_not_fit_are_found_when_they_arrive():
     tensors = checkpoint() | {"layers.1.q": torch.full((4, 4), 1e6)}
 
     with pytest.raises(CheckpointError, match=r"'layers\.1\.q'.* holds 16 values that float16 cannot"):
-        load_rehearsed(Engine(dtype=torch.float16), iter(tensors.items()), "DIR", load, NARROWING)
+        load_rehearsed(Engine(dtype=torch.float16), iter(tensors.items()), "DIR", load, NOTHING_LEFT_OUT, NARROWING)
 
 
 def test_conversions_to_a_narrower_type_are_counted(caplog):
     engine = Engine(dtype=torch.bfloat16)
     assert try_rehearsal(checkpoint(), engine).narrows
 
-    load_rehearsed(engine, iter(checkpoint().items()), "DIR", load, NARROWING)
+    load_rehearsed(engine, iter(checkpoint().items()), "DIR", load, NOTHING_LEFT_OUT, NARROWING)
 
     assert "10 from float32 to bfloat16" in caplog.text
 
@@ -344,7 +344,9 @@ def test_a_fused_temporary_keeps_its_origins():
 def test_a_parameter_that_may_stay_as_built_is_not_missed():
     tensors = {name: each for name, each in checkpoint().items() if not name.endswith("scale")}
 
-    try_rehearsal(tensors, expected=Expectation(optional=lambda name: name.endswith("scale")))
+    rehearsed = try_rehearsal(tensors, expected=Expectation(optional=lambda name: name.endswith("scale")))
+
+    assert rehearsed.unfilled == {f"layers.{layer}.scale" for layer in range(3)}
 
 
 def test_strided_destinations_are_followed():

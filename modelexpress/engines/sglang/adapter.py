@@ -32,10 +32,15 @@ from modelexpress.engines.sglang.publication import LoadedWeights
 from modelexpress.errors import CheckpointError, NotAvailable
 from modelexpress.manifest import Manifest, WeightsIdentity
 
-# Scales of the kv cache have a value of their own where a checkpoint has none, and position ids are not read.
-_OPTIONAL = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".position_ids")
+# Scales of the kv cache have a value of their own where a checkpoint has none; position ids are not read; orders of
+# packed columns are made where a checkpoint keeps them in order.
+_OPTIONAL = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".position_ids", "_g_idx", "g_idx_sort_indices")
+# Parameters that a class of SGLang's makes, never reads, and that its checkpoints do not have.
+_NEVER_READ = {"FalconH1ForCausalLM": (".q_norm.weight", ".k_norm.weight")}
+# SGLang gives those of its target to a draft model whose checkpoint has none, after the load.
+_OF_THE_TARGET = ("embed_tokens.weight", "lm_head.weight")
 # Of packed weights: what every part of a fused parameter has, and kernels read once or never.
-_METADATA = (".g_idx", ".qzeros", ".weight_shape")
+_METADATA = (".g_idx", ".qzeros", ".weight_shape", ".position_ids")
 # Methods that pad experts to the tiles of their kernels, and fill them with zeros when they make them.
 _WIDENING = ("Mxfp4MoEMethod",)
 # Tensors that checkpoints carry and SGLang's models do not want, wherever they stand: tables that are computed
@@ -73,6 +78,7 @@ class SglangAdapter(EngineAdapter):
         self._device = device
         self._identity: WeightsIdentity | None = None
         self._as_loaded: _Loaded | None = None
+        self._left_out: frozenset[str] = frozenset()  # of a draft model: what its target gives it
 
     def identity(self) -> WeightsIdentity:
         if self._identity is None:
@@ -94,6 +100,7 @@ class SglangAdapter(EngineAdapter):
 
     def prepare_layout(self, module: nn.Module, served: Manifest) -> bool:
         """Post-process the empty model as if it had been loaded: names, shapes and kernels' layouts appear."""
+        self._left_out = self._of_the_target(module) - {each.name for each in served.tensors}
         with set_default_torch_dtype(self._model_config.dtype), torch.no_grad():
             if getattr(module, "quant_config", None) is not None or self._model_config.quantization is not None:
                 initialize_dummy_weights(module)  # quantisation computes with what is there
@@ -107,7 +114,8 @@ class SglangAdapter(EngineAdapter):
         with set_default_torch_dtype(self._model_config.dtype), torch.no_grad():
             with _without_post_load(module):
                 rehearsed = rehearse(module, tensors.manifest, tensors.label, self._load_weights, expected)
-            return load_rehearsed(module, tensors.tensors(), tensors.label, self._load_weights, rehearsed)
+            self._left_out = self._of_the_target(module) & rehearsed.unfilled
+            return load_rehearsed(module, tensors.tensors(), tensors.label, self._load_weights, expected, rehearsed)
 
     def finalize(self, module: nn.Module, *, from_checkpoint: bool) -> None:
         with set_default_torch_dtype(self._model_config.dtype), torch.no_grad():
@@ -129,6 +137,7 @@ class SglangAdapter(EngineAdapter):
         # Rotary tables belong to the process: every model with equal settings shares one, made from the configuration.
         shared = {id(table) for each in rotary._ROPE_DICT.values() for table in each.buffers()}
         tensors = tuple(_unwrapped(each) for each in found.tensors if id(each.tensor) not in shared)
+        tensors = tuple(each for each in tensors if each.name not in self._left_out)
         if self._as_loaded is not None:
             return self._as_loaded.among(tensors)
         own = {
@@ -166,13 +175,22 @@ class SglangAdapter(EngineAdapter):
             )
 
     def _expectation(self, module: nn.Module) -> Expectation:
+        optional = _OPTIONAL + _NEVER_READ.get(type(module).__name__, ())
+        of_the_target = self._of_the_target(module)
         return Expectation(
-            optional=lambda name: name.endswith(_OPTIONAL),
+            optional=lambda name: name.endswith(optional) or name in of_the_target,
             unused=self._is_unused,
             metadata=lambda name: name.endswith(_METADATA),
             padding=_padding_rows(module),
             widened=_widened_parameters(module),
         )
+
+    def _of_the_target(self, module: nn.Module) -> frozenset[str]:
+        """Parameters of a draft model that its target may give it."""
+        if not getattr(self._model_config, "is_draft_model", False):
+            return frozenset()
+        names = (name for name, _ in module.named_parameters(remove_duplicate=False))
+        return frozenset(name for name in names if name.endswith(_OF_THE_TARGET))
 
     def _is_unused(self, name: str) -> bool:
         text_config = getattr(self._model_config, "hf_text_config", self._model_config.hf_config)
@@ -239,14 +257,14 @@ def _post_load_weights(module: nn.Module) -> None:
 @contextmanager
 def _without_post_load(module: nn.Module) -> Iterator[None]:
     """A rehearsal has no values, so nothing is derived from them."""
-    if not hasattr(module, "post_load_weights"):
-        yield
-        return
-    vars(module)["post_load_weights"] = lambda *args, **kwargs: None
+    deriving = [each for each in module.modules() if hasattr(each, "post_load_weights")]
+    for each in deriving:
+        vars(each)["post_load_weights"] = lambda *args, **kwargs: None
     try:
         yield
     finally:
-        del vars(module)["post_load_weights"]
+        for each in deriving:
+            del vars(each)["post_load_weights"]
 
 
 def _padding_rows(module: nn.Module) -> dict[str, int]:
