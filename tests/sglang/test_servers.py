@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,8 @@ from modelexpress.config import Config
 from tests.sglang.sources import config_only, new_registry, serving
 from tests.sglang.test_broken_checkpoints import variant, without
 from tests.support.sglang_cpu.harness import Harness, generate
-from tests.support.sglang_cpu.isolated import IsolatedCall, announce, run_isolated, wait_released
+from tests.support.sglang_cpu.isolated import run_isolated
+from tests.support.sglang_cpu.memory import anonymous_bytes
 from tests.support.sglang_cpu.model_cache import ModelCache
 from tests.support.sglang_cpu.server import SglangServer
 
@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.nixl, pytest.mark.timeout(900)]
 
 NAMED = {"MX_REVISION": "r1", "MX_MODEL_NAME": "m"}
 CANNOT_ANSWER = ("deepseek_v3_fp8",)
+ARRIVED_NBYTES = 200_000_000
 CASES = {
     "llama": ("llama", (), 1),
     "llama_tied": ("llama_tied", (), 1),
@@ -169,22 +170,22 @@ def test_adapters_work(way: str, models: ModelCache, tmp_path_factory: pytest.Te
 # --- sources that die
 
 
-def publish_and_die(folder: str, registry: str) -> None:
-    """Load, publish, and be killed while somebody reads."""
-    os.environ.update(NAMED)
-    options = {"registry": registry, "publish": True, "strategies": ["disk"]}
-    source = Harness(folder).load("modelexpress", model_loader_extra_config=options).modelexpress.report.publication
-    announce("ready")
-
-    def kill_when_read() -> None:
-        opened = registry_of(Config(registry=registry))
-        while not opened.readers(source.record):
-            time.sleep(0.001)
-        time.sleep(0.15)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=kill_when_read, daemon=True).start()
-    wait_released()
+def kill_while_read(sources: list[SglangServer], reader: SglangServer, registry: str) -> None:
+    """Kill the scheduler of each source when so many bytes of it have arrived; returns when all are dead."""
+    by_pid = {source.scheduler_pids()[0]: source for source in sources}
+    opened = registry_of(Config(registry=registry))
+    give_up = time.monotonic() + 240
+    while by_pid and time.monotonic() < give_up:
+        for record in [each.record for each in opened.find(None) if each.record.pid in by_pid]:
+            if not opened.readers(record):
+                continue
+            before = anonymous_bytes(reader.scheduler_pids()[0])
+            while opened.readers(record) and anonymous_bytes(reader.scheduler_pids()[0]) < before + ARRIVED_NBYTES:
+                time.sleep(0.002)
+            os.kill(record.pid, signal.SIGKILL)
+            del by_pid[record.pid]
+        time.sleep(0.002)
+    opened.close()
 
 
 @pytest.mark.fleet
@@ -194,24 +195,22 @@ def test_two_dying_peers_then_disk_hold_one_parameter_set(
 ) -> None:
     """With 1.5 GB: the most anonymous memory of the scheduler is that of a clean load."""
     registry, folder = new_registry(tmp_path_factory), models("llama_large")
-    with SglangServer(folder, *ours(new_registry(tmp_path_factory)), env=NAMED) as clean:
-        wanted = clean.wait_ready().generate()
-        clean_peak = clean.peak_anonymous_bytes[0]
-
     with ExitStack() as running:
-        for _ in range(2):
-            peer = running.enter_context(IsolatedCall(publish_and_die, folder, registry))
-            assert peer.announced() == "ready"
+        sources = [SglangServer(folder, *ours(registry, publish=True), env=NAMED) for _ in range(2)]
+        for source in sources:
+            running.enter_context(source)
+            source.wait_ready()
+        wanted, clean_peak = sources[0].generate(), sources[0].peak_anonymous_bytes[0]
         arguments = ours(registry) if way == "format" else native(registry)
         server = running.enter_context(SglangServer(folder, *arguments, env=NAMED))
+        server.wait_log("Load weight begin", timeout_s=240)
+        kill_while_read(sources, server, registry)
         tokens = server.wait_ready().generate()
         peak = server.peak_anonymous_bytes[0]
         [report] = reports(server)
-        running.pop_all()
-        server.stop()
 
     tried = [(each["strategy"], each["outcome"]) for each in report["attempts"] if each["outcome"] != "off"]
+    print(f"{way}: peak {peak / clean_peak:.3f} x a clean load ({clean_peak / 2**20:.0f} MiB): {report['attempts']}")
     assert tried == [("rdma", "failed"), ("rdma", "failed"), ("disk", "loaded")], report
     assert tokens == wanted
-    print(f"{way}: peak {peak / clean_peak:.3f} x a clean load ({clean_peak / 2**20:.0f} MiB)")
     assert peak <= 1.10 * clean_peak
