@@ -173,14 +173,15 @@ def test_adapters_work(way: str, models: ModelCache, tmp_path_factory: pytest.Te
 def kill_while_read(sources: list[SglangServer], reader: SglangServer, registry: str) -> None:
     """Kill the scheduler of each source when so many bytes of it have arrived; returns when all are dead."""
     by_pid = {source.scheduler_pids()[0]: source for source in sources}
+    reader_pid = reader.scheduler_pids()[0]
     opened = registry_of(Config(registry=registry))
-    give_up = time.monotonic() + 240
+    give_up = time.monotonic() + 60
     while by_pid and time.monotonic() < give_up:
         for record in [each.record for each in opened.find(None) if each.record.pid in by_pid]:
             if not opened.readers(record):
                 continue
-            before = anonymous_bytes(reader.scheduler_pids()[0])
-            while opened.readers(record) and anonymous_bytes(reader.scheduler_pids()[0]) < before + ARRIVED_NBYTES:
+            before = anonymous_bytes(reader_pid)
+            while opened.readers(record) and anonymous_bytes(reader_pid) < before + ARRIVED_NBYTES:
                 time.sleep(0.002)
             os.kill(record.pid, signal.SIGKILL)
             del by_pid[record.pid]
