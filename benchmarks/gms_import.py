@@ -115,7 +115,7 @@ class Copy:
             at += segment.mapping.nbytes
 
 
-def seconds_of(run: Any, *arguments: object) -> tuple[float, Any]:  # noqa: ANN401
+def seconds_of(run: Any, *arguments: object) -> tuple[float, Any]:  # noqa: ANN401 - whatever it runs returns
     gc.collect()
     gc.disable()
     started = time.perf_counter()

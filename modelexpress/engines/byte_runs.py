@@ -20,6 +20,9 @@ class Writes:
         self._names: list[frozenset[str]] = []
         self._runs: list[tuple[int, int] | Runs] = []  # one run, or several
 
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
     def add(self, target: torch.Tensor, names: frozenset[str]) -> None:
         """`target` is filled from the tensors of these names."""
         if target.is_contiguous():
@@ -47,8 +50,8 @@ class Writes:
             for name in names
         }
 
-    def written_twice(self) -> Iterator[tuple[int, frozenset[str]]]:
-        """Where two writes overlap, and the tensors behind both."""
+    def written_twice(self) -> Iterator[frozenset[str]]:
+        """The tensors behind both of each two writes that overlap."""
         every = [
             (int(start), int(end), at)
             for at, each in enumerate(self._runs)
@@ -57,7 +60,7 @@ class Writes:
         reach, owner = 0, -1
         for start, end, at in sorted(every):
             if start < reach:
-                yield start, self._names[owner] | self._names[at]
+                yield self._names[owner] | self._names[at]
             if end > reach:
                 reach, owner = end, at
 

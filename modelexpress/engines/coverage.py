@@ -87,8 +87,8 @@ def rehearse(module: nn.Module, checkpoint: Manifest, label: str, load: Load, ex
     touched.
 
     Raises:
-        CheckpointError: a parameter, or a part of one, would not be filled, or twice, or by a tensor of another
-            shape or kind of number; or a tensor belongs to a module of the model and is not used. Names tensors.
+        CheckpointError: a parameter, or a part of one, would not be filled, or by a tensor of another shape or
+            kind of number; or a tensor belongs to a module of the model and is not used. Names tensors.
     """
     rehearsal = _Rehearsal(module, label, expected)
     try:
@@ -282,7 +282,7 @@ class _Rehearsal(Watcher):
         return f"{shown}, where {like!r} has {list(self._given[like])},"
 
     def checked(self) -> Rehearsed:
-        """Raise unless every byte would be written once, and every tensor be used."""
+        """Raise unless every byte would be written, and every tensor be used."""
         self._held.clear()
         if self._refused is not None:
             raise CheckpointError(str(self._refused))
@@ -370,7 +370,8 @@ class _Rehearsal(Watcher):
         widened: dict[str, tuple[str, Runs]] = {}
         for storage, targets in self._by_storage.items():
             written = self._writes[storage].runs()
-            self._note_same(storage)
+            if (written[1:, 0] < written[:-1, 1]).any():
+                self._note_same(storage)
             for target in targets:
                 gaps = gaps_of(target.runs, written)
                 if not len(gaps) or not self._must_be_filled(target, patterns) or self._replaced(target, now):
@@ -402,7 +403,7 @@ class _Rehearsal(Watcher):
             _pattern(target.found.name)
             for storage, targets in self._by_storage.items()
             for target in targets
-            if len(self._writes[storage].runs())
+            if self._writes[storage]
         }
 
     def _replaced(self, target: _Target, now: dict[str, nn.Parameter]) -> bool:
@@ -412,7 +413,7 @@ class _Rehearsal(Watcher):
 
     def _note_same(self, storage: int) -> None:
         """Two tensors for the same memory, as a tied head that is stored beside the embedding, must be the same."""
-        for _, names in self._writes[storage].written_twice():
+        for names in self._writes[storage].written_twice():
             weights = sorted(each for each in names if not self._expected.metadata(each))
             self._same.update(pairwise(weights))
 

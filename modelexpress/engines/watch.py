@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from modelexpress.dispatch_mode import DispatchMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,12 @@ class Watcher(ABC):
 
             return submit(pool, watched, self.last)
 
-        concurrent.futures.ThreadPoolExecutor.submit = submit_watched  # type: ignore[method-assign,assignment]
+        concurrent.futures.ThreadPoolExecutor.submit = submit_watched  # type: ignore[method-assign,assignment]  # undone below
         try:
             with torch.no_grad(), _Watch(self):
                 yield
         finally:
-            concurrent.futures.ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+            concurrent.futures.ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]  # as it was
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch operation of any kind."""
@@ -90,15 +91,10 @@ class Watcher(ABC):
         return self.run(operation, func, args, kwargs)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class _Watch(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     def __init__(self, watcher: Watcher) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._watcher = watcher
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Else torch wraps the method below, imports its compiler for it, and each operation costs twice as much.
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

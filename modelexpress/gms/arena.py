@@ -21,8 +21,8 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from modelexpress.dispatch_mode import DispatchMode
 from modelexpress.errors import GmsError
 from modelexpress.gms.client import Segment, Staging
 
@@ -144,17 +144,17 @@ def first_gap(taken: Mapping[int, int], size: int, nbytes: int) -> int | None:
     return at if at + nbytes <= size else None
 
 
-class _Landing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+class _Landing(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     def __init__(self, arena: Arena) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # nor this
+        super().__init__()
         self._arena = arena
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - as torch
         kwargs = kwargs or {}
         landed = self._land(func, args, kwargs) if func in _UNINITIALISED and not kwargs.get("pin_memory") else None
         return func(*args, **kwargs) if landed is None else landed
 
-    def _land(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:  # noqa: ANN401
+    def _land(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:  # noqa: ANN401 - as torch
         like = args[0].device if isinstance(args[0], torch.Tensor) else None
         if not self._arena.serves(kwargs.get("device") or like):
             return None

@@ -209,10 +209,10 @@ class _CudaMapping(Mapping):
     def freeze(self, fd: int) -> None:
         self._backend.protect(self._open_address(), self._size)
 
-    def lease(self) -> Any:  # noqa: ANN401 - each kind of memory has its own
+    def lease(self) -> Any:  # noqa: ANN401 - the driver has no types - each kind of memory has its own
         return _Lease()
 
-    def tensor(self, lease: Any, offset: int, nbytes: int) -> torch.Tensor:  # noqa: ANN401
+    def tensor(self, lease: Any, offset: int, nbytes: int) -> torch.Tensor:  # noqa: ANN401 - the driver has no types
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise GmsError(f"{nbytes:,} bytes at offset {offset:,} lie outside of a segment of {self.nbytes:,}")
         return device_memory_at(self._open_address() + offset, nbytes, self._backend.device, keep=lease)
@@ -271,21 +271,21 @@ class _Driver:
         minimum = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self._call("cuMemGetAllocationGranularity", self._properties(), minimum))
 
-    def create(self, size: int) -> Any:  # noqa: ANN401 - CUDA's handle
+    def create(self, size: int) -> Any:  # noqa: ANN401 - the driver has no types - CUDA's handle
         return self._call("cuMemCreate", size, self._properties(), 0)
 
-    def export_fd(self, handle: Any) -> int:  # noqa: ANN401
+    def export_fd(self, handle: Any) -> int:  # noqa: ANN401 - the driver has no types
         return int(self._call("cuMemExportToShareableHandle", handle, self._shareable, 0))
 
-    def import_fd(self, fd: int) -> Any:  # noqa: ANN401
+    def import_fd(self, fd: int) -> Any:  # noqa: ANN401 - the driver has no types
         return self._call("cuMemImportFromShareableHandle", fd, self._shareable)
 
-    def properties(self, handle: Any) -> Properties:  # noqa: ANN401
+    def properties(self, handle: Any) -> Properties:  # noqa: ANN401 - the driver has no types
         found = self._call("cuMemGetAllocationPropertiesFromHandle", handle)
         ordinal = int(found.location.id) if found.location.type == self._on_device else None
         return Properties(found.type == self._pinned, ordinal, found.requestedHandleTypes == self._shareable)
 
-    def release(self, handle: Any) -> None:  # noqa: ANN401
+    def release(self, handle: Any) -> None:  # noqa: ANN401 - the driver has no types
         self._call("cuMemRelease", handle)
 
     def reserve(self, size: int) -> int:
@@ -294,7 +294,7 @@ class _Driver:
     def free_address(self, address: int, size: int) -> None:
         self._call("cuMemAddressFree", address, size)
 
-    def map(self, address: int, size: int, handle: Any) -> None:  # noqa: ANN401
+    def map(self, address: int, size: int, handle: Any) -> None:  # noqa: ANN401 - the driver has no types
         self._call("cuMemMap", address, size, 0, handle, 0)
 
     def unmap(self, address: int, size: int) -> None:
@@ -310,20 +310,20 @@ class _Driver:
     def copy(self, to: int, source: int, nbytes: int) -> None:
         self._call("cuMemcpy", to, source, nbytes)
 
-    def _location(self) -> Any:  # noqa: ANN401
+    def _location(self) -> Any:  # noqa: ANN401 - the driver has no types
         location = self._cuda.CUmemLocation()
         location.type = self._on_device
         location.id = self.ordinal
         return location
 
-    def _properties(self) -> Any:  # noqa: ANN401
+    def _properties(self) -> Any:  # noqa: ANN401 - the driver has no types
         properties = self._cuda.CUmemAllocationProp()
         properties.type = self._pinned
         properties.location = self._location()
         properties.requestedHandleTypes = self._shareable
         return properties
 
-    def _call(self, name: str, *arguments: object) -> Any:  # noqa: ANN401
+    def _call(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 - the driver has no types
         try:
             answer = getattr(self._cuda, name)(*arguments)
         except RuntimeError as exc:  # the driver library, or a call in it, is not there: cuda-bindings 12 and 13
@@ -331,7 +331,7 @@ class _Driver:
         return result_of(name, answer)
 
 
-def result_of(call: str, answer: tuple[Any, ...]) -> Any:  # noqa: ANN401 - whatever the call gives
+def result_of(call: str, answer: tuple[Any, ...]) -> Any:  # noqa: ANN401 - the driver has no types - whatever the call gives
     """What a call of cuda-bindings returned: its value, several as a tuple, or None.
 
     Raises:

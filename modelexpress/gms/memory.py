@@ -112,11 +112,11 @@ class Mapping(ABC):
         """
 
     @abstractmethod
-    def lease(self) -> Any:  # noqa: ANN401 - each kind of memory has its own
+    def lease(self) -> Any:  # noqa: ANN401 - anything can own memory - each kind of memory has its own
         """A new object over all the bytes; `tensor` makes tensors that keep it. The mapping does not."""
 
     @abstractmethod
-    def tensor(self, lease: Any, offset: int, nbytes: int) -> torch.Tensor:  # noqa: ANN401
+    def tensor(self, lease: Any, offset: int, nbytes: int) -> torch.Tensor:  # noqa: ANN401 - anything can own memory
         """A uint8 tensor over some of the bytes, whose storage begins there and keeps the lease."""
 
     @abstractmethod
@@ -275,10 +275,10 @@ class _HostMapping(Mapping):
             raise GmsError("this mapping of a segment is closed")
         return self.address
 
-    def lease(self) -> Any:  # noqa: ANN401 - each kind of memory has its own
+    def lease(self) -> Any:  # noqa: ANN401 - anything can own memory - each kind of memory has its own
         return (ctypes.c_char * self.nbytes).from_address(self.address)
 
-    def tensor(self, lease: Any, offset: int, nbytes: int) -> torch.Tensor:  # noqa: ANN401
+    def tensor(self, lease: Any, offset: int, nbytes: int) -> torch.Tensor:  # noqa: ANN401 - anything can own memory
         import torch  # here, so that a service that only keeps memory starts without it
 
         return torch.frombuffer(lease, dtype=torch.uint8, offset=offset, count=nbytes)

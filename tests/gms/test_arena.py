@@ -98,7 +98,7 @@ def test_nobody_sees_what_the_publisher_writes_afterwards(service, staging, aren
         model = randomize(TinyModel(), 3)
         model.register_buffer("moving", torch.empty(4))
         model.moving.fill_(1)
-    build = lambda: with_buffer(TinyModel())  # noqa: E731
+    build = lambda: with_buffer(TinyModel())  # noqa: E731 - it is passed on as it is
     publish(staging, model, arena.settle(), build)
     expected = snapshot(model)
 

@@ -78,4 +78,4 @@ def _refuse(missing: list[str]) -> None:
             if value == NAME:
                 raise ValueError(message)
 
-        load_format._missing_ = classmethod(unknown)  # type: ignore[attr-defined]
+        load_format._missing_ = classmethod(unknown)  # type: ignore[attr-defined]  # an enum's own hook
