@@ -375,8 +375,8 @@ def publish_raw(path, model):
 
 def test_a_raw_checkpoint_is_bound_by_name(service):
     holder = nn.Module()
-    for name, value in {"weight": torch.ones(2, 3), "bias": torch.ones(2)}.items():
-        holder.register_parameter(name, nn.Parameter(value))
+    for name, shape in {"weight": (2, 3), "bias": (2,)}.items():
+        holder.register_parameter(name, nn.Parameter(torch.ones(shape)))
     publish_raw(service, holder)
 
     loaded, _ = load(service, meta(lambda: nn.Linear(3, 2)))
