@@ -311,10 +311,14 @@ def _guard(resident: ResidentWeights) -> None:
 
     def load_weights(weights: Any) -> object:
         given = list(weights)
-        failure = _on_every_rank(lambda: resident.check_some(given))
-        if failure is not None:
-            raise CheckpointError(failure)
-        return resident.load_some(load, given)
+        _unguard(model)
+        try:
+            failure = _on_every_rank(lambda: resident.check_some(given))
+            if failure is not None:
+                raise CheckpointError(failure)
+            return resident.load_some(load, given)
+        finally:
+            vars(model)["load_weights"] = load_weights
 
     setattr(load_weights, _MARK, vars(model).get("load_weights"))
     vars(model)["load_weights"] = load_weights
