@@ -308,6 +308,10 @@ class Imported:
         """Whether an address lies in one of the segments."""
         return any(0 <= address - each.address < each.nbytes for each in self._open_mappings())
 
+    def is_as_sealed(self) -> bool:
+        """Whether every byte that this process sees is the generation's own, and will be so after a pause."""
+        return all(mapping.is_as_sealed() for mapping in self._open_mappings())
+
     def pause(self) -> None:
         """Let go of the memory and of the generation; the addresses stay reserved. Touching a tensor is a fault.
 

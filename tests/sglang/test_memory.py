@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from modelexpress.config import resolve_config
-from modelexpress.engines.sglang import memory
 from modelexpress.gms import client
 from tests.sglang.sources import keeping, new_registry
 from tests.support.redis_server import free_port

@@ -3,7 +3,7 @@
 | SGLang is about to | then |
 |---|---|
 | leave its memory regions after a load | the weights are published |
-| begin to serve | what waited for that is offered |
+| begin to serve | what waited for that is offered; a standby begins to watch |
 | update from a folder | every rank validates all of it; the old are withdrawn; then all ranks change, or none |
 | update from tensors that it is given | the same, tensor by tensor, in the session that SGLang opens |
 | release memory, resume it | withdrawn, let go; come back byte for byte, or answer nothing until an update |
@@ -28,7 +28,7 @@ import msgspec
 import sglang
 from torch import nn
 
-from modelexpress.engines.sglang import ranks
+from modelexpress.engines.sglang import failover, ranks
 from modelexpress.engines.sglang.resident import Checkpoint, Phase, ResidentWeights
 from modelexpress.errors import CheckpointError, NotAvailable, describe
 
@@ -87,6 +87,8 @@ def _models_of(holder: Any) -> Iterator[nn.Module]:
 def _offer_first(original: Around, self: Any, *args: Any, **kwargs: Any) -> Any:
     for each in residents_of(self):
         each.offer()
+        if each.role is not None:
+            failover.watch(each.role, refuses=each.why_not_serving, taken=partial(each.serve_as, each.role.wanted))
     return original(self, *args, **kwargs)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from modelexpress.api import fill_root
 from modelexpress.checkpoint.index import open_index
 from modelexpress.config import Config, resolve_config
-from modelexpress.engines.sglang import memory
+from modelexpress.engines.sglang import failover, memory
 from modelexpress.engines.sglang.adapter import SglangAdapter
 from modelexpress.engines.sglang.lifecycle import keep, resident_of
 from modelexpress.engines.sglang.regions import publish_outside
@@ -83,11 +83,14 @@ class ModelExpressLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang ha
         device = torch.device(device_config.device)
         adapter = SglangAdapter(checkpoint, config, model_config, self.load_config, device)
         root = adapter.initialize if module is None else lambda: module
+        role = failover.claim(config, lambda: adapter.identity().key)
+        if role is not None:
+            config = role.config
         memory.prepare(config, draft=bool(getattr(model_config, "is_draft_model", False)))
         filled = fill_root(adapter, root, checkpoint, config, fetch=fetch)
         logger.info("modelexpress loaded %s: %s", path, filled.report.to_json())
         memory.tell(self, filled.report)
-        resident = ResidentWeights(filled, adapter, lambda name: self._folder(name, None), loader=type(self))
+        resident = ResidentWeights(filled, adapter, lambda name: self._folder(name, None), loader=type(self), role=role)
         keep(resident)
         publish_outside(resident)
         return resident.model

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +25,7 @@ from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.checkpoint.index import open_index
 from modelexpress.config import Config
 from modelexpress.digest import checksums_of
-from modelexpress.discovery import dtype_name
+from modelexpress.discovery import dtype_name, manifest_of
 from modelexpress.errors import CheckpointError, ModelExpressError, NotAvailable, describe
 from modelexpress.gms.client import Imported, drop
 from modelexpress.gms.weights import Moved, make_private
@@ -33,6 +35,10 @@ from modelexpress.strategies.disk import open_files
 
 if TYPE_CHECKING:
     from modelexpress.engines.sglang.adapter import SglangAdapter
+    from modelexpress.engines.sglang.failover import Role
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +76,34 @@ class _Fingerprint:
     checksums: bytes
 
     @classmethod
-    def of(cls, adapter: SglangAdapter, model: nn.Module, threads: int) -> _Fingerprint | None:
-        """None where something about the model cannot be described, so that nothing can be compared."""
+    def of(
+        cls, adapter: SglangAdapter, model: nn.Module, threads: int, *, without: Imported | None = None
+    ) -> _Fingerprint | None:
+        """None where something about the model cannot be described, so that nothing can be compared.
+
+        Args:
+            without: a generation whose bytes cannot change, and are not read.
+        """
         try:
-            manifest = adapter.manifest(model)
+            found = adapter.tensors(model)
+            layout = manifest_of(found.tensors, found.scalars).layout_digest
         except NotAvailable as exc:
             logger.warning("the weights cannot be compared with themselves later: %s", describe(exc))
             return None
-        return cls(manifest.layout_digest, checksums_of(manifest, threads=threads))
+        open_to_change = [
+            each for each in found.tensors if without is None or not without.holds(each.tensor.data_ptr())
+        ]
+        return cls(layout, checksums_of(manifest_of(tuple(open_to_change)), threads=threads))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asleep:
+    """What a model was when it was put to sleep. `sealed`: its generation, if all that it sees there is shared."""
+
+    before: Phase
+    fingerprint: _Fingerprint | None
+    sealed: Imported | None
+    offered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +131,39 @@ class _Update:
     broken: str | None = None
 
 
+def _one_at_a_time(step: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A standby's watcher publishes from a thread of its own, while the engine's may begin an update."""
+
+    @wraps(step)
+    def alone(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with args[0]._lock:  # type: ignore[attr-defined]  # the method's own object
+            return step(*args, **kwargs)
+
+    return alone
+
+
 class ResidentWeights:
-    """The weights of one model in one process. For the thread that the engine serves from.
+    """The weights of one model in one process. For the thread that the engine serves from, but for `serve_as`.
 
     Args:
         filled: what the load ended with.
         locate: the folder of a model's name or path, downloaded where it must be.
         loader: the class of SGLang's kind of loader that loads what `prepare` prepared.
+        role: what this server is to others that name the same lock.
     """
 
     def __init__(
-        self, filled: Filled, adapter: SglangAdapter, locate: Callable[[str], Path], *, loader: type | None = None
+        self,
+        filled: Filled,
+        adapter: SglangAdapter,
+        locate: Callable[[str], Path],
+        *,
+        loader: type | None = None,
+        role: Role | None = None,
     ) -> None:
         self.loader = loader
+        self.role = role
+        self._lock = threading.RLock()
         self.report = filled.report
         self.phase = Phase.SERVING
         self._filled = filled
@@ -129,7 +175,7 @@ class ResidentWeights:
         self._imported: Imported | None = filled.report.imported
         self._source: WeightSource | None = None
         self._update: _Update | None = None
-        self._asleep: tuple[Phase, _Fingerprint | None, bool] | None = None
+        self._asleep: _Asleep | None = None
         self._lost: str | None = None
 
     @property
@@ -179,6 +225,7 @@ class ResidentWeights:
 
     # --- publications
 
+    @_one_at_a_time
     def publish_loaded(self) -> None:
         """Publish what was loaded, as its config asks; with no memory region of the engine open."""
         self.report = self._filled.publish()
@@ -190,11 +237,19 @@ class ResidentWeights:
         """Nothing of this load will be published."""
         self._filled.close()
 
+    @_one_at_a_time
     def offer(self) -> None:
         """The engine begins to serve: offer what waited for that."""
         if self._source is not None and not self._source.generation:
             self._publish(self._source)
 
+    @_one_at_a_time
+    def serve_as(self, config: Config) -> None:
+        """From now on with these settings: what a standby that took over publishes, or not."""
+        self._config = config
+        self._offer_again(config.publish)
+
+    @_one_at_a_time
     def withdraw(self) -> bool:
         """Let no peer find or accept the weights any more; returns whether any could."""
         if self._source is None or not self._source.published:
@@ -205,6 +260,7 @@ class ResidentWeights:
 
     # --- updates
 
+    @_one_at_a_time
     def prepare(self, model_path: str, revision: str | None) -> Checkpoint:
         """Find out whether the weights of a folder or a hub's name fit into the model, all of them; changes nothing.
 
@@ -233,6 +289,7 @@ class ResidentWeights:
             )
         return Checkpoint(adapter, tensors, config, folder)
 
+    @_one_at_a_time
     def begin(self, checkpoint: Checkpoint | None) -> None:
         """Before the first byte changes: withdraw every publication, and leave memory that others see.
 
@@ -259,6 +316,7 @@ class ResidentWeights:
         self._update = _Update(checkpoint, self.phase, fingerprint, moved, offered, changed=checkpoint is None)
         self.phase = Phase.UPDATING
 
+    @_one_at_a_time
     def load_prepared(self) -> None:
         """Fill the model with the checkpoint that was prepared, as in a first load.
 
@@ -302,6 +360,7 @@ class ResidentWeights:
         if revision is not None and self._update is not None:
             self._update.revision = revision
 
+    @_one_at_a_time
     def end(self, failure: str | None) -> str | None:
         """After an update: publish the new weights, or bring the old ones back. Returns what is wrong, if it is.
 
@@ -322,6 +381,7 @@ class ResidentWeights:
 
     # --- sleep
 
+    @_one_at_a_time
     def sleep(self) -> None:
         """Before the engine lets go of memory: withdraw, and remember what the bytes are.
 
@@ -330,8 +390,8 @@ class ResidentWeights:
         """
         self._require("put to sleep")
         offered = self.withdraw()
-        fingerprint = self._fingerprint()
-        self._asleep = (self.phase, fingerprint, offered)
+        sealed = self._imported if self._imported is not None and self._imported.is_as_sealed() else None
+        self._asleep = _Asleep(self.phase, self._fingerprint(without=sealed), sealed, offered)
         self.phase = Phase.ASLEEP
 
     def let_go(self) -> None:
@@ -353,18 +413,19 @@ class ResidentWeights:
     def compare(self) -> str | None:
         """When all memory is there again: why the bytes are not those of before, if they are not."""
         self._require("woken")
-        before, fingerprint, _ = self._asleep or (Phase.LOST, None, False)
-        if before is Phase.LOST:
+        asleep = self._slept()
+        if asleep.before is Phase.LOST:
             return self._lost
-        now = _Fingerprint.of(self._adapter, self.model, self._config.threads)
-        return None if fingerprint is not None and fingerprint == now else "their memory came back with other bytes"
+        now = _Fingerprint.of(self._adapter, self.model, self._config.threads, without=asleep.sealed)
+        same = asleep.fingerprint is not None and asleep.fingerprint == now
+        return None if same else "their memory came back with other bytes"
 
+    @_one_at_a_time
     def woken(self, failure: str | None) -> None:
         """After every rank compared: serve and publish again, or answer nothing until an update."""
-        _, _, offered = self._asleep or (Phase.LOST, None, False)
-        self._asleep = None
+        asleep, self._asleep = self._slept(), None
         if failure is None:
-            self._stand(Phase.SERVING, offered=offered)
+            self._stand(Phase.SERVING, offered=asleep.offered)
         else:
             self.lose(failure)
 
@@ -374,16 +435,21 @@ class ResidentWeights:
         if self.phase not in _ALLOWED[what]:
             raise ModelExpressError(f"the weights cannot be {what} while they are {self.phase}")
 
+    def _slept(self) -> _Asleep:
+        if self._asleep is None:
+            raise ModelExpressError("the weights are not asleep")
+        return self._asleep
+
     def _running(self) -> _Update:
         if self._update is None:
             raise ModelExpressError("no update of the weights is running")
         return self._update
 
-    def _fingerprint(self) -> _Fingerprint | None:
+    def _fingerprint(self, without: Imported | None = None) -> _Fingerprint | None:
         """Of weights that are right; None where there is nothing to compare with later."""
         if self.phase is not Phase.SERVING:
             return None
-        return _Fingerprint.of(self._adapter, self.model, self._config.threads)
+        return _Fingerprint.of(self._adapter, self.model, self._config.threads, without=without)
 
     def _has_files(self) -> bool:
         """Whether the weights of now can be read again."""
@@ -480,6 +546,7 @@ class ResidentWeights:
             self._lost = None
             self._offer_again(offered)
 
+    @_one_at_a_time
     def lose(self, reason: str) -> None:
         """The bytes are not known any more: answer nothing until an update."""
         self._update = None
