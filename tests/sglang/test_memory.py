@@ -27,17 +27,15 @@ GIB = 1 << 30
 MACHINE_NBYTES = 96 * 1024 * 1024
 
 
-class Machine:
-    """Its free memory is what SGLang measures; `budgets` are what pools were given, in bytes."""
+class Pools:
+    """What pools were given, in bytes: `budgets`. Free memory is this machine's, or this device's."""
 
     def __init__(self, gms: str) -> None:
-        from sglang.srt.distributed import bootstrap
         from sglang.srt.mem_cache import kv_cache_configurator as pools
 
         self._gms = gms
         self.private_nbytes = 0
         self.budgets: list[int] = []
-        bootstrap.get_available_gpu_memory = pools.get_available_gpu_memory = self._free_gib
         profile = pools.KVCacheConfigurator._profile_available_bytes
 
         def profile_and_remember(configurator: object, pre_model_load_memory: float) -> int:
@@ -49,6 +47,17 @@ class Machine:
     def service_nbytes(self) -> int:
         return client.status(self._gms).used_nbytes
 
+
+class Machine(Pools):
+    """One whose free memory is what SGLang measures: nobody else is on it."""
+
+    def __init__(self, gms: str) -> None:
+        super().__init__(gms)
+        from sglang.srt.distributed import bootstrap
+        from sglang.srt.mem_cache import kv_cache_configurator as pools
+
+        bootstrap.get_available_gpu_memory = pools.get_available_gpu_memory = self._free_gib
+
     def _free_gib(self, *_: object, distributed: bool = False, cpu_group: object = None, **__: object) -> float:
         free = torch.tensor((MACHINE_NBYTES - self.service_nbytes() - self.private_nbytes) / GIB, dtype=torch.float64)
         if distributed:
@@ -57,7 +66,7 @@ class Machine:
 
 
 def started(
-    harness: Harness, machine: Machine, *, after: Callable[[object], None] = lambda runner: None, **options: str
+    harness: Harness, machine: Pools, *, after: Callable[[object], None] = lambda runner: None, **options: str
 ) -> dict[str, object]:
     """What a runner's start comes to, with these MX_* options; SGLang's steps as its scheduler makes them."""
     from sglang.srt.model_executor.model_runner import ModelRunner
