@@ -1,4 +1,4 @@
-"""The command line: modelexpress load | serve | sources | inspect | doctor.
+"""The command line: modelexpress load | serve | sources | inspect | doctor | gms | snapshot.
 
 Words for people go to a terminal as tables and progress bars; `--json` prints one JSON object on stdout and
 nothing else there. Logs and errors go to stderr. Exit code 0 means that what was asked was done, 1 that it
