@@ -75,7 +75,7 @@ class SglangAdapter(EngineAdapter):
         self._config = config
         self._model_config = model_config
         self._load_config = load_config
-        self._device = device
+        self.device = device
         self._identity: WeightsIdentity | None = None
         self._as_loaded: _Loaded | None = None
         self._left_out: frozenset[str] = frozenset()  # of a draft model: what its target gives it
@@ -86,7 +86,7 @@ class SglangAdapter(EngineAdapter):
                 self._checkpoint,
                 self._config,
                 self._model_config,
-                device=self._device,
+                device=self.device,
                 draft_index=self._load_config.draft_model_idx,
             )
         return self._identity
@@ -94,7 +94,7 @@ class SglangAdapter(EngineAdapter):
     def initialize(self) -> nn.Module:
         self._as_loaded = None
         quantization = engine._get_quantization_config(self._model_config, self._load_config)
-        with set_default_torch_dtype(self._model_config.dtype), self._device:
+        with set_default_torch_dtype(self._model_config.dtype), self.device:
             module: nn.Module = engine._initialize_model(self._model_config, self._load_config, quantization)
             return module
 
@@ -131,7 +131,7 @@ class SglangAdapter(EngineAdapter):
 
     def for_update(self, checkpoint: Path, config: Config) -> SglangAdapter:
         """The adapter of other weights for the model that was loaded by this one."""
-        adapter = SglangAdapter(checkpoint, config, self._model_config, self._load_config, self._device)
+        adapter = SglangAdapter(checkpoint, config, self._model_config, self._load_config, self.device)
         adapter._as_loaded, adapter._left_out = self._as_loaded, self._left_out
         return adapter
 
@@ -174,18 +174,18 @@ class SglangAdapter(EngineAdapter):
         if self._load_config.draft_model_idx is not None:
             weights = engine.DefaultModelLoader._filter_mtp_weights(weights, "", self._load_config.draft_model_idx)
         if hasattr(engine.DefaultModelLoader, "load_weights_only"):
-            engine.DefaultModelLoader.load_weights_only(module, weights, self._device)
+            engine.DefaultModelLoader.load_weights_only(module, weights, self.device)
         else:
             module.load_weights(weights)  # type: ignore[operator]  # every model of SGLang has it
 
     def _process(self, module: nn.Module) -> None:
         if hasattr(engine.DefaultModelLoader, "postprocess_weights"):
-            engine.DefaultModelLoader.postprocess_weights(module, self._device)
+            engine.DefaultModelLoader.postprocess_weights(module, self.device)
             return
         for each in list(module.modules()):
             method = getattr(each, "quant_method", None)
             if method is not None:
-                with engine.device_loading_context(each, self._device):
+                with engine.device_loading_context(each, self.device):
                     method.process_weights_after_loading(each)
 
     def _require_one_folder(self, module: nn.Module, label: str) -> None:

@@ -24,6 +24,7 @@ from modelexpress.api import Filled, offer_to_peers
 from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.checkpoint.index import open_index
 from modelexpress.config import Config
+from modelexpress.devices import bind_thread
 from modelexpress.digest import checksums_of
 from modelexpress.discovery import dtype_name, manifest_of
 from modelexpress.errors import CheckpointError, ModelExpressError, NotAvailable, describe
@@ -299,16 +300,15 @@ class ResidentWeights:
         """
         self._require("updated")
         offered = self.withdraw()
-        fingerprint = self._fingerprint()
-        imported = self._imported
         try:
-            moved = self._go_private(keep=not self._has_files())
+            fingerprint = self._fingerprint()
+            imported, moved = self._imported, self._go_private(keep=not self._has_files())
+            if imported is not None and self._config.publish:
+                with suppress(NotAvailable):  # gone, with or without its service
+                    drop(imported.where)
         except Exception:
             self._offer_again(offered)
             raise
-        if imported is not None and self._config.publish:
-            with suppress(NotAvailable):  # gone, with or without its service
-                drop(imported.where)
         if self.phase is Phase.LOST:
             with torch.no_grad():
                 for parameter in self.model.parameters():
@@ -390,8 +390,12 @@ class ResidentWeights:
         """
         self._require("put to sleep")
         offered = self.withdraw()
-        sealed = self._imported if self._imported is not None and self._imported.is_as_sealed() else None
-        self._asleep = _Asleep(self.phase, self._fingerprint(without=sealed), sealed, offered)
+        try:
+            sealed = self._imported if self._imported is not None and self._imported.is_as_sealed() else None
+            self._asleep = _Asleep(self.phase, self._fingerprint(without=sealed), sealed, offered)
+        except Exception:
+            self._offer_again(offered)
+            raise
         self.phase = Phase.ASLEEP
 
     def let_go(self) -> None:
@@ -402,6 +406,7 @@ class ResidentWeights:
     def come_back(self) -> str | None:
         """Map the memory service's generation again, where it was; returns why that could not be."""
         self._require("woken")
+        bind_thread(str(self._adapter.device))
         try:
             if self._imported is not None:
                 self._imported.resume()
