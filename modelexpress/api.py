@@ -19,6 +19,7 @@ from modelexpress.checkpoint.index import CheckpointIndex, open_index
 from modelexpress.config import Config, resolve_config
 from modelexpress.discovery import manifest_of
 from modelexpress.errors import ConfigError, GmsError, ModelExpressError, NotAvailable, RegistryError, describe
+from modelexpress.gms.backend import device_of, memory_backend
 from modelexpress.gms.client import Imported, Staging, Where, open_session
 from modelexpress.gms.memory import HostMemory
 from modelexpress.gms.weights import publish_model
@@ -216,7 +217,7 @@ def _keep_in_service(
     """Move a loaded model into the memory service, unless its weights are there by now. The load stands either way."""
     try:
         where = Where(path, adapter.identity().key, answer_s=config.connect_timeout_s)
-        granted = staging or open_session(where, "RW_OR_RO", HostMemory(), wait_s=0.0)
+        granted = staging or open_session(where, "RW_OR_RO", memory_backend(device_of(model)), wait_s=0.0)
         if isinstance(granted, Imported):
             granted.close()
             return None
@@ -313,7 +314,7 @@ def default_chain(
             elif name == "gms" and config.gms is not None:
                 importing = GmsImport(
                     config.gms,
-                    HostMemory(),
+                    None,
                     claims=config.publish,
                     wait_s=config.transfer_timeout_s,
                     answer_s=config.connect_timeout_s,

@@ -164,16 +164,12 @@ def restore(
 
 
 def _backend(device: str) -> MemoryBackend:
-    if device == "host":
-        from modelexpress.gms.memory import HostMemory
+    from modelexpress.gms.backend import memory_backend
 
-        return HostMemory()
-    kind, _, ordinal = device.partition(":")
-    if kind != "cuda" or not ordinal.isdecimal():
-        raise ConfigError(f"device is {device!r}; give host or cuda:N")
-    from modelexpress.gms.cuda import CudaMemory
-
-    return CudaMemory(int(ordinal))
+    try:
+        return memory_backend("cpu" if device == "host" else device)
+    except NotAvailable as exc:
+        raise ConfigError(f"device is {device!r}; give host or cuda:N") from exc
 
 
 def _find(key: str, socket: str) -> Where:

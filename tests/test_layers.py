@@ -34,6 +34,7 @@ LEVELS = {
     "gms.region": 1,
     "gms.arena": 4,
     "gms.cuda": 3,
+    "gms.backend": 4,
     "gms.archive": 4,
     "gms.weights": 6,
     "strategies.gms": 7,

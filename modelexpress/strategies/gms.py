@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from modelexpress.errors import GmsError, NotAvailable
-from modelexpress.gms.client import Busy, Imported, Staging, Where, held_nbytes, open_session, require_service
+from modelexpress.gms.backend import device_of, memory_backend
+from modelexpress.gms.client import Busy, Imported, Staging, Where, held_nbytes, open_session, require_service, status
 from modelexpress.gms.memory import MemoryBackend
 from modelexpress.gms.state import Request
 from modelexpress.gms.weights import bind_model, contents_of, match_model
@@ -23,6 +24,7 @@ class GmsImport(LoadStrategy):
 
     Args:
         path: the service's socket.
+        backend: the kind of memory that the service keeps; None: that of the target's device.
         claims: this process will publish what it loads. The first of several then stages, and the others wait
             for its commit; when it dies, one of them takes its place.
         wait_s: how long to wait for another process that stages the same weights; not at all where a raw
@@ -43,7 +45,7 @@ class GmsImport(LoadStrategy):
     def __init__(
         self,
         path: str,
-        backend: MemoryBackend,
+        backend: MemoryBackend | None,
         *,
         claims: bool,
         wait_s: float,
@@ -63,13 +65,15 @@ class GmsImport(LoadStrategy):
 
     def sources(self, target: LoadTarget) -> Sequence[LoadSource]:
         require_service(self._path)  # before the weights are named, which may read files for their digest
+        backend = self._backend or memory_backend(device_of(target.root.module))
+        _require_memory_of(backend, self._path)
         identity = target.adapter.identity()
         found: list[LoadSource] = []
         if target.adapter.repeatable and not self._standby:
             with suppress(NotAvailable):
-                found.append(self._raw(identity, target))
+                found.append(self._raw(identity, target, backend))
         try:
-            granted = self._ask(self._where(identity.key), wait_s=0.0 if found else self._wait_s)
+            granted = self._ask(self._where(identity.key), backend, wait_s=0.0 if found else self._wait_s)
         except NotAvailable:
             if found:
                 return found
@@ -81,9 +85,9 @@ class GmsImport(LoadStrategy):
             return found
         return (_Generation(self, granted, identity, target), *found)
 
-    def _raw(self, identity: WeightsIdentity, target: LoadTarget) -> LoadSource:
+    def _raw(self, identity: WeightsIdentity, target: LoadTarget, backend: MemoryBackend) -> LoadSource:
         """The raw checkpoint of these weights, which `modelexpress gms publish` put there."""
-        granted = open_session(self._where(identity.content_key), "RO", self._backend, wait_s=0.0)
+        granted = open_session(self._where(identity.content_key), "RO", backend, wait_s=0.0)
         if isinstance(granted, Staging):
             raise GmsError("the memory service granted staging to a session that asked to read")
         return _Generation(self, granted, identity, target)
@@ -109,16 +113,34 @@ class GmsImport(LoadStrategy):
     def _where(self, key: str) -> Where:
         return Where(self._path, key, answer_s=self._answer_s)
 
-    def _ask(self, where: Where, *, wait_s: float) -> Staging | Imported:
+    def _ask(self, where: Where, backend: MemoryBackend, *, wait_s: float) -> Staging | Imported:
         request: Request = "RW_OR_RO" if self._claims else "RO"
         try:
-            return open_session(where, request, self._backend, wait_s=0.0)
+            return open_session(where, request, backend, wait_s=0.0)
         except NotAvailable as exc:
             if not wait_s or not (self._standby or isinstance(exc, Busy)):
                 raise
         self._staged_nbytes = held_nbytes(where)
         logger.info("waiting up to %.0f s for another process to commit these weights", wait_s)
-        return open_session(where, request, self._backend, wait_s=wait_s)
+        return open_session(where, request, backend, wait_s=wait_s)
+
+
+def _require_memory_of(backend: MemoryBackend, path: str) -> None:
+    """Find out before anything is asked for whether a service keeps the kind of memory that a device needs.
+
+    Ordinals of devices are not compared: each process counts the devices that it sees.
+
+    Raises:
+        GmsError: it keeps another kind.
+    """
+    if backend.device == "cpu":
+        return  # what is not sealed host memory is refused when it arrives
+    kept = status(path).device
+    if kept.partition(":")[0] != backend.device.partition(":")[0]:
+        raise GmsError(
+            f"the memory service at {path} keeps memory of {kept}, and the model lies on {backend.device}; start one "
+            f"with --device {backend.device}"
+        )
 
 
 class _Generation(LoadSource):

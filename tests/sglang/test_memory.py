@@ -96,6 +96,7 @@ def started(
         "service held": held_nbytes,
         "service holds": machine.service_nbytes(),
         "private": machine.private_nbytes,
+        "free before": round(measured * GIB),
         "baseline grew": round((runner.pre_model_load_memory - measured) * GIB),
         "loader says": runner.loader.preloaded_weights_bytes,
         "loader": type(runner.loader).__name__,

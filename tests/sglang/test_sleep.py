@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -30,21 +31,25 @@ def slept_and_woke(folder: str, registry: str, gms: str) -> dict[str, object]:
     engine.resident.offer()
     before = engine.digests(), engine.generate()
 
-    def readers() -> int:
-        return sum(each.readers for each in status(gms).keys)
+    def readers(wanted: int) -> int:
+        """How many there are once there are so many: the service learns later that a session was closed."""
+        give_up = time.monotonic() + 10
+        while (seen := sum(each.readers for each in status(gms).keys)) != wanted and time.monotonic() < give_up:
+            time.sleep(0.01)
+        return seen
 
-    found: dict[str, object] = {"at first": [len(engine.offered()), readers()]}
+    found: dict[str, object] = {"at first": [len(engine.offered()), readers(1)]}
     address = engine.runner.model.lm_head.weight.data_ptr()
     engine.release("kv_cache")
-    found["kv cache alone"] = len(engine.offered()), readers(), engine.resident.phase
+    found["kv cache alone"] = len(engine.offered()), readers(1), engine.resident.phase
     engine.resume("kv_cache")
     for name, tags in {"weights": ["weights"], "all": []}.items():
         engine.release(*tags)
-        found[f"{name} asleep"] = len(engine.offered()), readers(), engine.resident.why_not_serving() is not None
+        found[f"{name} asleep"] = len(engine.offered()), readers(0), engine.resident.why_not_serving() is not None
         engine.release("weights")  # again: SGLang would do it twice
         found[f"{name} update"] = engine.update(folder)
         engine.resume(*tags)
-        found[f"{name} awake"] = (engine.digests(), engine.generate()) == before, len(engine.offered()), readers()
+        found[f"{name} awake"] = (engine.digests(), engine.generate()) == before, len(engine.offered()), readers(1)
         engine.resume("weights")  # again: SGLang would end
     found["same address"] = engine.runner.model.lm_head.weight.data_ptr() == address
     engine.idle = False

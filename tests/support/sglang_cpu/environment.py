@@ -11,8 +11,10 @@ ROOT = Path(__file__).parents[3]
 
 PLATFORM = "plain_cpu"
 
+DEVICE = "TESTS_DEVICE"
+"""The variable that says where engines of tests compute: "cpu" unless tests/gpu sets "cuda"."""
+
 _SETTINGS = {
-    "SGLANG_PLATFORM": PLATFORM,
     # A health check would otherwise generate a token; some models of ours load but cannot.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     # SGLang decorates a few functions for MoE; compiling them takes half a minute and a C++ compiler.
@@ -27,15 +29,30 @@ _SETTINGS = {
 }
 
 
+def device() -> str:
+    """Where engines compute, as SGLang names it. Isolated functions and servers inherit it."""
+    return os.environ.get(DEVICE, "cpu")
+
+
+def service_device() -> str:
+    """What memory a service must keep for these engines, as `modelexpress gms serve --device` names it."""
+    return "host" if device() == "cpu" else f"{device()}:0"
+
+
+def platform_settings() -> dict[str, str]:
+    """On a CPU our platform; on a GPU SGLang finds its own."""
+    return {"SGLANG_PLATFORM": PLATFORM} if device() == "cpu" else {}
+
+
 def engine_environment(overrides: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The caller's environment made fit for SGLang: offline, loopback only, this platform.
+    """The caller's environment made fit for SGLang: offline, loopback only, the device's platform.
 
     MX_* and SGLANG_* of the caller are left out: a test says what it needs in `overrides`.
     PYTHONDONTWRITEBYTECODE too: every process would compile what it imports anew.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MX_", "SGLANG_"))}
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
-    return kept | _SETTINGS | dict(overrides or {})
+    return kept | platform_settings() | _SETTINGS | dict(overrides or {})
 
 
 def threads_binding(tp_size: int) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.support.redis_server import free_port
-from tests.support.sglang_cpu.environment import PLATFORM, threads_binding
+from tests.support.sglang_cpu.environment import device, platform_settings, threads_binding
 
 if TYPE_CHECKING:
     from sglang.srt.configs.load_config import LoadConfig
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SERVER_ARGS = {
-    "device": "cpu",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "mem_fraction_static": 0.5,
@@ -69,7 +68,7 @@ class Harness:
         loaded = load_model_with_memory_saver(
             model_config=self.model_config,
             load_config=self.load_config,
-            device="cpu",
+            device=device(),
             gpu_id=self.tp_rank,
             memory_saver_adapter=TorchMemorySaverAdapter.create(enable=False),
             is_draft_worker=False,
@@ -137,7 +136,8 @@ def generate(runner: ModelRunner, ids: Sequence[int] = (5, 6, 7, 8), max_new_tok
 
 def _prepare_environment(tp_size: int) -> None:
     """What SGLang reads when it is imported, for a caller that was not started by `isolated`."""
-    os.environ.setdefault("SGLANG_PLATFORM", PLATFORM)
+    for name, value in platform_settings().items():
+        os.environ.setdefault(name, value)
     if tp_size > 1:
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", threads_binding(tp_size))
 
@@ -147,7 +147,8 @@ def _publish(model_dir: Path | str, tp_rank: int, given: dict[str, object]) -> S
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
     from sglang.srt.server_args import ServerArgs
 
-    server_args = ServerArgs(model_path=str(model_dir), **(_SERVER_ARGS | given))
+    defaults = _SERVER_ARGS | {"device": device()} | ({} if device() == "cpu" else {"disable_cuda_graph": True})
+    server_args = ServerArgs(model_path=str(model_dir), **(defaults | given))
     server_args.resolve_once()
     world_rank = spawn_world_rank(server_args, tp_rank=tp_rank, pp_rank=0)
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, dp_rank=0, gpu_id=tp_rank))
@@ -164,7 +165,7 @@ def _bring_up(server_args: ServerArgs, dist_port: int) -> ModelConfig:
     from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
 
     model_config = ModelConfig.from_server_args(server_args)
-    bootstrap.init_parallel_runtime(server_args=server_args, device="cpu", dist_port=dist_port)
+    bootstrap.init_parallel_runtime(server_args=server_args, device=device(), dist_port=dist_port)
     bootstrap.init_layer_runtime(model_config=model_config)
     initialize_moe_config()
     initialize_fp8_gemm_config()

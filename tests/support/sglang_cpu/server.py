@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.redis_server import free_port
-from tests.support.sglang_cpu.environment import ROOT, engine_environment, threads_binding
+from tests.support.sglang_cpu.environment import ROOT, device, engine_environment, threads_binding
 from tests.support.sglang_cpu.memory import AnonymousPeak
 from tests.support.sglang_cpu.processes import (
     describe,
@@ -35,7 +35,7 @@ _TAIL_LINES = 40
 _LINGER_S = 3.0
 _SCHEDULER = re.compile(r"sglang::scheduler(?:.*_TP(\d+))?")
 _FLAGS = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     # A share of the whole machine's free memory: too small a one fails when others take memory meanwhile.
     *("--mem-fraction-static", "0.5", "--max-total-tokens", "4096"),
     "--disable-overlap-schedule",
@@ -282,7 +282,9 @@ class SglangServer:
 
 def _command(model_dir: Path | str, args: Sequence[str], port: int, *, tp_size: int, warmup: bool) -> list[str]:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_dir), *_FLAGS]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--device", device(), "--host", "127.0.0.1", "--port", str(port)]
+    if device() != "cpu":
+        command.append("--disable-cuda-graph")
     if tp_size > 1:
         command += ["--tp", str(tp_size)]
     if tp_size > 1 and "--dtype" not in args:
