@@ -27,7 +27,7 @@ from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.config import Config
 from modelexpress.discovery import Discovery, FoundTensor, discover
 from modelexpress.engines.coverage import Expectation, Rehearsed, Weights, load_rehearsed, rehearse
-from modelexpress.engines.sglang.identity import sglang_identity
+from modelexpress.engines.sglang.identity import server_arguments, sglang_identity
 from modelexpress.engines.sglang.resident import ResidentWeights
 from modelexpress.errors import CheckpointError, NotAvailable
 from modelexpress.manifest import Manifest, WeightsIdentity
@@ -169,6 +169,10 @@ class SglangAdapter(EngineAdapter):
             for name in _numbers_of_its_own(each)
         }
         return Discovery(tensors, tuple((name, text) for name, text in found.scalars if name not in own))
+
+    def addresses_are_kept(self) -> bool:
+        """Whether the engine has captured where its weights lie, so that they cannot move any more."""
+        return self.device.type == "cuda" and not server_arguments().get("disable_cuda_graph")
 
     def _load_weights(self, module: nn.Module, weights: Weights) -> None:
         if self._load_config.draft_model_idx is not None:

@@ -8,6 +8,8 @@
 | update from tensors that it is given | the same, tensor by tensor, in the session that SGLang opens |
 | release memory, resume it | withdrawn, let go; come back byte for byte, or answer nothing until an update |
 | queue a request while the weights are not right | it is refused with the reason |
+| go on after a pause, likewise | requests that waited are refused with the reason |
+| read its weights for somebody while their memory is not there | that is refused, too |
 
 The hooks are put on SGLang's classes where the first model of a process was loaded, once.
 """
@@ -34,9 +36,13 @@ from modelexpress.errors import CheckpointError, NotAvailable, describe
 
 logger = logging.getLogger(__name__)
 
+# Formats of tensors that go through the model's own load_weights, where each is checked before it is written.
+_CHECKED = (None, "flattened_bucket")
+
 Around = Callable[..., Any]
 
 _MARK = "_modelexpress"
+_SESSION_OPEN = "an update of the weights is running; end it with /end_weight_update first"
 _WEIGHTS = "weights"  # SGLang's tag
 _RUNNERS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"  # before 0.5.20
@@ -105,6 +111,8 @@ def _update_from_disk(original: Around, self: Any, request: Any) -> Any:
     residents, runners = residents_of(self), [runner for _, runner in self._select_runners()]
     if not residents or len(residents) != len(runners):
         return original(self, request)
+    if any(each.updating for each in residents):
+        return _output("UpdateWeightFromDiskReqOutput", _SESSION_OPEN)
     before = [_Shown.of(runner) for runner in runners]
     prepared: list[Checkpoint | None] = []
 
@@ -172,11 +180,14 @@ def _update_in_session(kind: str, original: Around, self: Any, request: Any) -> 
     if answer is not None and answer.success:
         for each in residents_of(self):
             each.call_it(request.weight_version)
+    elif answer is None and failure is not None and request.load_format not in _CHECKED:
+        for each in residents_of(self):
+            each.doubt(failure)
     return answer or _output(kind, failure)
 
 
 def _end_session(original: Around, self: Any, request: Any) -> Any:
-    residents = [each for each in residents_of(self) if each.updating]
+    residents = residents_of(self)
     answer, failure = _answered(original, self, request)
     for each in residents:
         _unguard(each.model)
@@ -185,14 +196,16 @@ def _end_session(original: Around, self: Any, request: Any) -> Any:
 
 
 def _update_at_once(kind: str, original: Around, self: Any, request: Any) -> Any:
-    """An update that SGLang takes from another process, in one step and unseen."""
+    """An update that SGLang takes from another process, or makes, in one step and unseen."""
     residents = residents_of(self)
+    if any(each.updating for each in residents):
+        return _output(kind, _SESSION_OPEN)
     failure = _on_every_rank(lambda: _begin(residents, [None] * len(residents)))
     answer = None
     if failure is None:
         answer, failure = _answered(original, self, request)
         for each in residents:
-            each.call_it(request.weight_version)
+            each.call_it(getattr(request, "weight_version", None))
     failure = _end(residents, failure or (answer.message if answer is not None and not answer.success else None))
     return answer if failure is None else _output(kind, failure)
 
@@ -215,7 +228,7 @@ def _release(original: Around, self: Any, request: Any) -> Any:
         answer = original(self, request)
     except BaseException:
         for each in residents:
-            each.woken(None)
+            each.woken(each.lost)
         raise
     for each in residents:
         each.let_go()
@@ -224,9 +237,12 @@ def _release(original: Around, self: Any, request: Any) -> Any:
 
 def _resume(original: Around, self: Any, request: Any) -> Any:
     residents = residents_of(self)
-    tags = request.tags or _all_tags()
-    if _WEIGHTS not in tags or not residents:
+    if not residents:
         return original(self, request)
+    tags = _released(self, request.tags or _all_tags())
+    request = msgspec.structs.replace(request, tags=tags)
+    if _WEIGHTS not in tags:
+        return original(self, request) if tags else _output("ResumeMemoryOccupationReqOutput", None)
     if any(each.phase is not Phase.ASLEEP for each in residents):
         logger.warning("the weights are not released, so there is nothing to resume")
         return _without_weights(original, self, request, tags, "ResumeMemoryOccupationReqOutput")
@@ -234,6 +250,52 @@ def _resume(original: Around, self: Any, request: Any) -> Any:
     answer = original(self, request)
     _wake(residents, failures)
     return answer
+
+
+def _check_weights(original: Around, self: Any, request: Any) -> Any:
+    """SGLang's checker reads all weights, or puts random ones in their place: those have no name."""
+    residents = residents_of(self)
+    reason = _why_unreadable(residents)
+    if residents and (reason := ranks.first_error(reason)) is not None:
+        return _output("CheckWeightsReqOutput", reason)
+    if request.action == "reset_tensors" and residents:
+        return _update_at_once("CheckWeightsReqOutput", original, self, request)
+    return original(self, request)
+
+
+def _get_weights(original: Around, self: Any, request: Any) -> Any:
+    reason = _why_unreadable(residents_of(self))
+    if reason is None:
+        return original(self, request)
+    from sglang.srt.managers.io_struct import GetWeightsByNameReqOutput
+
+    logger.error("weights are not read: %s", reason)
+    return GetWeightsByNameReqOutput(parameter=None)
+
+
+def _save_weights(original: Around, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang catches what is raised here, and answers with it."""
+    reason = _why_unreadable(residents_of(self))
+    if reason is not None:
+        raise NotAvailable(reason)
+    return original(self, *args, **kwargs)
+
+
+def _why_unreadable(residents: Sequence[ResidentWeights]) -> str | None:
+    return next((why for each in residents if (why := each.why_unreadable())), None)
+
+
+def _go_on(original: Around, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Requests that were paused came when the weights were right. They are put back to the queue and end there."""
+    reason = next((why for each in residents_of(self) if (why := each.why_not_serving())), None)
+    if reason is not None:
+        from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
+
+        if self.running_batch.reqs or self.last_batch is not None:
+            self.pause_generation(PauseGenerationReqInput(mode="retract"))
+        finished = {"type": "abort", "message": reason, "status_code": HTTPStatus.SERVICE_UNAVAILABLE.value}
+        self.abort_request(AbortReq(abort_all=True, finished_reason=finished))
+    return original(self, *args, **kwargs)
 
 
 def _refuse(original: Around, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -279,10 +341,19 @@ def _end(residents: Sequence[ResidentWeights], failure: str | None) -> str | Non
     """All ranks and all models go on with the new weights, with the old ones, or with none."""
     residents = [each for each in residents if each.updating]
     failure = ranks.first_error(failure or next((each.broken for each in residents if each.broken), None))
-    texts = [each.end(failure) for each in residents]
+    texts = [_ended(each, failure) for each in residents]
     failure = ranks.first_error(next((each for each in texts if each), failure))
     _lose_together(residents)
     return failure
+
+
+def _ended(resident: ResidentWeights, failure: str | None) -> str | None:
+    try:
+        return resident.end(failure)
+    except Exception as exc:  # noqa: BLE001 - an exception here would end the server, and the other ranks wait
+        reason = f"an update could not be ended: {describe(exc)}"
+        resident.lose(reason)
+        return reason
 
 
 def _sleep(residents: Sequence[ResidentWeights]) -> None:
@@ -291,7 +362,8 @@ def _sleep(residents: Sequence[ResidentWeights]) -> None:
 
 
 def _wake(residents: Sequence[ResidentWeights], failures: Sequence[str | None] = ()) -> None:
-    failures = [*failures, *(each.compare() for each in residents)]
+    if not any(failures):  # else there may be no memory to compare
+        failures = [each.compare() for each in residents]
     failure = ranks.first_error(next((each for each in failures if each), None))
     for each in residents:
         each.woken(failure)
@@ -300,9 +372,11 @@ def _wake(residents: Sequence[ResidentWeights], failures: Sequence[str | None] =
 def _lose_together(residents: Sequence[ResidentWeights]) -> None:
     """A rank or a model that lost its weights makes those of the others useless."""
     reason = ranks.first_error(next((each.lost for each in residents if each.lost), None))
+    if reason is None:
+        return
     for each in residents:
-        if reason is not None and each.phase is not Phase.LOST:
-            each.withdraw()
+        each.withdraw()
+        if each.phase is not Phase.LOST:
             each.lose(reason)
 
 
@@ -338,6 +412,12 @@ def _without_weights(original: Around, self: Any, request: Any, tags: Sequence[s
     """The same request without the weights; SGLang takes no tag for all of them."""
     others = [tag for tag in tags if tag != _WEIGHTS]
     return original(self, msgspec.structs.replace(request, tags=others)) if others else _output(output, None)
+
+
+def _released(holder: Any, tags: Sequence[str]) -> list[str]:
+    """Of tags that are to be resumed, those that can be: SGLang ends when it is told one that was not released."""
+    released = getattr(holder, "offload_tags", tags)
+    return [tag for tag in tags if tag in released or tag == _WEIGHTS]
 
 
 def _all_tags() -> Sequence[str]:
@@ -390,8 +470,12 @@ _CONTROLS: dict[str, Mapping[str, Around]] = {
         "update_weights_from_ipc": partial(_update_at_once, "UpdateWeightsFromIPCReqOutput"),
         "release_memory_occupation": _release,
         "resume_memory_occupation": _resume,
+        "check_weights": _check_weights,
+        "get_weights_by_name": _get_weights,
+        "save_remote_model": _save_weights,
+        "save_sharded_model": _save_weights,
     },
-    _SCHEDULER: {"_add_request_to_queue": _refuse},
+    _SCHEDULER: {"_add_request_to_queue": _refuse, "continue_generation": _go_on},
 }
 
 

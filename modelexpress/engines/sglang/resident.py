@@ -6,6 +6,7 @@ phase whose weights are known to be right, or to one that answers nothing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import threading
@@ -76,6 +77,11 @@ class _Fingerprint:
     layout: str
     checksums: bytes
 
+    @property
+    def digest(self) -> bytes:
+        """The same in a few bytes."""
+        return hashlib.sha256(self.layout.encode() + b"\0" + self.checksums).digest()
+
     @classmethod
     def of(
         cls, adapter: SglangAdapter, model: nn.Module, threads: int, *, without: Imported | None = None
@@ -130,6 +136,7 @@ class _Update:
     revision: str | None = None  # what the engine's tensors are called together
     changed: bool = False
     broken: str | None = None
+    doubted: str | None = None  # why some of its tensors may be written in part, unknown to us
 
 
 def _one_at_a_time(step: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -172,6 +179,8 @@ class ResidentWeights:
         self._config = filled.config
         self._folder = filled.checkpoint
         self._from_files = True  # and not from tensors that an engine was given
+        self._anonymous = False  # nobody gave the weights a name, so they are not published
+        self._named: dict[str, bytes] = {}  # what was published as a revision before, by its digest
         self._locate = locate
         self._imported: Imported | None = filled.report.imported
         self._source: WeightSource | None = None
@@ -208,8 +217,10 @@ class ResidentWeights:
 
     @property
     def broken(self) -> str | None:
-        """Why the update that is running left the model half-written, if it did."""
-        return self._update.broken if self._update is not None else None
+        """Why the update that is running left the model half-written, if it did. May read all of it."""
+        if self._update is None or self._update.broken or not self._update.doubted:
+            return self._update.broken if self._update is not None else None
+        return None if self._is_as_before(self._update) else self._update.doubted
 
     @property
     def lost(self) -> str | None:
@@ -222,6 +233,12 @@ class ResidentWeights:
             return f"the weights are lost ({self._lost}); update them with /update_weights_from_disk or restart"
         if self.phase is Phase.ASLEEP:
             return "the weights are asleep; wake them with /resume_memory_occupation"
+        return None
+
+    def why_unreadable(self) -> str | None:
+        """The reason why nobody may look at the parameters: their memory is not there, and a look ends the process."""
+        if self.phase is Phase.ASLEEP or (self._imported is not None and self._imported.paused):
+            return self.why_not_serving() or "the memory of the weights is gone"
         return None
 
     # --- publications
@@ -272,6 +289,7 @@ class ResidentWeights:
             ModelExpressError: they do not fit, or the weights are asleep; names what is wrong.
         """
         self._require("updated")
+        revision = revision or None
         folder = self._locate(model_path)
         index = open_index(folder)
         _require_same_architecture(self._folder, folder)
@@ -283,6 +301,10 @@ class ResidentWeights:
         config = replace(self._config, revision=revision)
         tensors = open_files(index, threads=config.threads, verify=config.verify, progress=None)
         adapter = self._adapter.for_update(folder, config)
+        if config.publish:
+            # Named while the files are those that will be read: what changes after `open_index` is not loaded.
+            with suppress(ModelExpressError):  # what has no name is not published, and that is said then
+                adapter.identity()
         rehearsed = adapter.rehearse(self.model, tensors.manifest, tensors.label)
         if self.phase is Phase.LOST and rehearsed.unfilled:
             raise CheckpointError(
@@ -302,10 +324,11 @@ class ResidentWeights:
         offered = self.withdraw()
         try:
             fingerprint = self._fingerprint()
+            if fingerprint is not None and self._config.revision is not None:
+                self._named.setdefault(self._config.revision, fingerprint.digest)
             imported, moved = self._imported, self._go_private(keep=not self._has_files())
             if imported is not None and self._config.publish:
-                with suppress(NotAvailable):  # gone, with or without its service
-                    drop(imported.where)
+                _drop(imported)
         except Exception:
             self._offer_again(offered)
             raise
@@ -355,9 +378,14 @@ class ResidentWeights:
         self._adapter.rehearse(self.model, Manifest((), tuple(given.values())), "these tensors", partly=True)
         self._running().given.update(given)
 
+    def doubt(self, reason: str) -> None:
+        """Something failed that may have written a part of what it was given: then the update does not stand."""
+        if self._update is not None and self._update.doubted is None:
+            self._update.doubted = reason
+
     def call_it(self, revision: str | None) -> None:
         """What weights that come from no checkpoint are published as, when the update ends; None: no news."""
-        if revision is not None and self._update is not None:
+        if revision and self._update is not None:
             self._update.revision = revision
 
     @_one_at_a_time
@@ -373,6 +401,8 @@ class ResidentWeights:
             self._become(update.checkpoint)
         elif failure is None and self._is_as_before(update):
             self._stand(update.before, offered=update.offered)
+        elif failure is None and update.doubted is not None:
+            failure = update.doubted
         elif failure is None and (failure := self._what_is_missing(update)) is None:
             self._become_unnamed(update.revision)
         if failure is not None:
@@ -469,6 +499,11 @@ class ResidentWeights:
     def _go_private(self, *, keep: bool) -> Moved:
         if self._imported is None:
             return Moved(())
+        if self._adapter.addresses_are_kept():
+            raise NotAvailable(
+                "CUDA graphs hold the addresses of weights that lie in the memory service, and an update gives them other "
+                "ones; restart the server with the new weights, or start it with --disable-cuda-graph"
+            )
         moved = make_private(self._adapter, self.model, self._imported, keep=keep)
         self._imported.close()
         self._imported = None
@@ -502,19 +537,32 @@ class ResidentWeights:
         self._adapter, self._config, self._folder = checkpoint.adapter, checkpoint.config, checkpoint.folder
         self._from_files = True
         self._source = None
+        self._anonymous = self._is_taken(self._config.revision)
         self._stand(Phase.SERVING, offered=True)
 
     def _become_unnamed(self, revision: str | None) -> None:
         """The weights came from nowhere that could be read again; a name for them must be given."""
-        named = revision is not None and revision != self._config.revision
+        named = revision is not None and revision != self._config.revision and not self._is_taken(revision)
         self._config = replace(self._config, revision=revision if named else None)
         self._adapter = self._adapter.for_update(self._folder, self._config)
         self._adapter.finalize(self.model, from_checkpoint=False)
         self._from_files = False
         self._source = None
+        self._anonymous = not named
         if self._config.publish and not named:
             logger.warning("the new weights are not published: give them a name of their own as weight_version")
         self._stand(Phase.SERVING, offered=named)
+
+    def _is_taken(self, revision: str | None) -> bool:
+        """Whether a name stands for other weights than those of now: who asks for it would get these."""
+        before = self._named.get(revision) if revision is not None else None
+        if before is None:
+            return False
+        now = _Fingerprint.of(self._adapter, self.model, self._config.threads)
+        if now is not None and now.digest == before:
+            return False
+        logger.warning("revision %r names other weights; the new ones are not published: give them a name", revision)
+        return True
 
     def _fall_back(self, update: _Update, failure: str) -> str:
         """Bring the old weights back, and say what happened."""
@@ -560,7 +608,7 @@ class ResidentWeights:
 
     def _offer_again(self, offered: bool) -> None:
         config = self._config
-        if not offered or not config.publish or config.registry is None:
+        if not offered or self._anonymous or not config.publish or config.registry is None:
             return
         if self._source is None:
             waiting = replace(config, publish_when="ready")
@@ -573,6 +621,15 @@ class ResidentWeights:
             source.publish()
         except ModelExpressError as exc:
             logger.warning("the model serves, and could not be published: %s", describe(exc))
+
+
+def _drop(imported: Imported) -> None:
+    try:
+        drop(imported.where)
+    except NotAvailable:
+        pass  # gone, with or without its service
+    except ModelExpressError as exc:  # others may go on to import it: it is what its name says
+        logger.warning("the memory service keeps the old weights: %s", describe(exc))
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -600,10 +657,13 @@ def _require_same_architecture(old: Path, new: Path) -> None:
 
 
 def _configuration(folder: Path) -> dict[str, object] | None:
+    path = folder / "config.json"
     try:
-        found = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, RecursionError) as exc:
+        raise CheckpointError(f"{path}: cannot be read: {describe(exc)}") from exc
     if not isinstance(found, dict):
-        return None
+        raise CheckpointError(f"{path}: is a {type(found).__name__} where a JSON object is expected")
     return {key: value for key, value in found.items() if key not in _NOT_THE_ARCHITECTURE}
