@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
-
+from modelexpress.checkpoint.strict_json import parse_object
 from modelexpress.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -24,6 +23,7 @@ STRATEGIES = ("rdma", "gms", "disk")
 ENV_PREFIX = "MX_"
 
 _MOST_SECONDS = 366 * 24 * 3600  # far below what clocks and sockets overflow at
+_SECRET = frozenset({"signing_key", "registry"})  # values that no message may repeat: a URL holds a password
 _MOST_LANES = 8  # above this many parallel reads no machine measured so far moved more bytes
 
 
@@ -37,7 +37,8 @@ class Config:
 
     Attributes:
         strategies: ways to load, tried in this order: rdma (from a peer), gms (from a memory service), disk.
-        registry: where sources are found: file:///absolute/dir, redis://host:port/db or rediss://.
+        registry: where sources are found: file:///absolute/dir, redis://host:port/db or rediss://. May hold a
+            password, so it is not in the repr.
         gms: socket of a memory service on this host, which keeps weights when engines end.
         revision: names the checkpoint's content, like a commit hash; it must never be reused for other
             bytes. Without it the content is recognised by a digest of the files.
@@ -58,7 +59,7 @@ class Config:
     """
 
     strategies: tuple[str, ...] = STRATEGIES
-    registry: str | None = None
+    registry: str | None = field(default=None, repr=False)
     gms: str | None = None
     revision: str | None = None
     model_name: str | None = None
@@ -92,7 +93,7 @@ def resolve_config(
     for origin, given in (("extra-config key", _as_mapping(extra_config)), ("option", options)):
         for name, value in given.items():
             if name not in _PARSERS:
-                raise ConfigError(f"unknown {origin} {name!r}{_did_you_mean(name)}")
+                raise ConfigError(f"unknown {origin} {name!r:.200}{_did_you_mean(str(name))}")
             if value is not None:
                 values[name] = _parse(name, value, f"{origin} {name}")
     config = Config(**values)
@@ -130,9 +131,9 @@ def _as_mapping(extra_config: str | Mapping[str, object] | None) -> Mapping[str,
         return {}
     if isinstance(extra_config, str):
         try:
-            extra_config = msgspec.json.decode(extra_config)
-        except msgspec.DecodeError as exc:
-            raise ConfigError(f'extra-config is not JSON: {exc}; write it like {{"verify": "on"}}') from exc
+            extra_config = parse_object(extra_config.strip().encode())
+        except ValueError as exc:
+            raise ConfigError(f'extra-config is no JSON object: {exc}; write it like {{"verify": "on"}}') from None
     if not isinstance(extra_config, Mapping):
         raise ConfigError(f"extra-config is a {type(extra_config).__name__}; it must be a JSON object")
     return extra_config
@@ -142,8 +143,8 @@ def _parse(name: str, value: object, origin: str) -> object:
     parser, form = _PARSERS[name]
     try:
         return parser(value)
-    except (TypeError, ValueError) as exc:
-        shown = "..." if name == "signing_key" else repr(value)
+    except (TypeError, ValueError, OverflowError) as exc:
+        shown = "..." if name in _SECRET else f"{value!r:.200}"
         detail = f" ({exc})" if isinstance(exc, _Because) else ""
         raise ConfigError(f"{origin} is {shown}{detail}; give {form}") from None
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import xxhash
 
 from modelexpress.errors import ManifestMismatch, VerificationFailed
-from modelexpress.manifest import Manifest, Piece, cut, pieces
+from modelexpress.manifest import PIECE_NBYTES, Manifest, Piece, cut, pieces
 from modelexpress.memory import readable_at
 from modelexpress.plan import Chunk, TransferPlan
 
@@ -54,14 +54,15 @@ class PieceChecksums:
 
     def __init__(self, manifest: Manifest, packed: bytes) -> None:
         self._spans = manifest.spans()
-        self.pieces = tuple(cut(self._spans))
-        self._expected = array.array("Q")
-        self._expected.frombytes(packed[: len(packed) // 8 * 8])
-        if len(self._expected) != len(self.pieces):
+        # Counted before they are made: a manifest from outside may claim more pieces than there is memory.
+        count = sum(-(-span.nbytes // PIECE_NBYTES) for span in self._spans)
+        if len(packed) != 8 * count:
             raise ManifestMismatch(
-                f"there are {len(self._expected)} checksums for {len(self.pieces)} pieces of weights; the source must "
-                "publish with verify on, or load with verify='off'"
+                f"there are {len(packed) / 8:g} checksums for {count} pieces of weights; the source must publish with "
+                "verify on, or load with verify='off'"
             )
+        self._expected = array.array("Q", packed)
+        self.pieces = tuple(cut(self._spans))
 
     def names(self, piece: Piece) -> tuple[str, ...]:
         """The tensors that look at a piece."""
@@ -138,6 +139,10 @@ class TensorVerifier:
         for number in self._numbers.get(name, ()):
             if number in self._chosen:
                 piece = self._expected.pieces[number]
+                if self._expected.start(piece) + piece.nbytes > tensor.nbytes:
+                    raise VerificationFailed(
+                        f"tensor {name}: it has {tensor.nbytes:,} bytes, and its checksums cover more; it is not used"
+                    )
                 start = tensor.data_ptr() + self._expected.start(piece)
                 self._expected.compare(number, checksum_at(start, piece.nbytes, str(tensor.device)))
 

@@ -91,6 +91,8 @@ _TCP_SEGMENT = "64k"
 _MAGIC = b"MXNIXL\x00\x01"  # the last byte is the version of the frame
 _FRAME = struct.Struct("<8sI16s")  # magic, length of the body, xxh3_128 of the body
 
+_PROOF_NBYTES = 16
+
 _MEMORY_TYPES = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
@@ -160,16 +162,22 @@ def _decode_endpoint(data: bytes) -> _Endpoint:
     if len(body) != nbytes or xxhash.xxh3_128_digest(body) != digest:
         raise NotAvailable(f"the source's endpoint is damaged: {len(body)} of {nbytes} bytes, or a wrong checksum")
     try:
-        return msgspec.msgpack.decode(body, type=_Endpoint)
-    except msgspec.MsgspecError as exc:
+        endpoint = msgspec.msgpack.decode(body, type=_Endpoint)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise NotAvailable(f"the source's endpoint cannot be read: {exc}") from exc
+    if len(endpoint.proof) != _PROOF_NBYTES or not 0 < endpoint.proof_address < 1 << 63:
+        raise NotAvailable(
+            f"the source's endpoint has a proof of {len(endpoint.proof)} bytes at {endpoint.proof_address:#x}; one has "
+            f"{_PROOF_NBYTES} bytes in memory"
+        )
+    return endpoint
 
 
 class _NixlRegistration(Registration):
     """One agent that offers the storages, and a few bytes that prove to a reader whom it reached."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._proof = np.frombuffer(os.urandom(16), dtype=np.uint8).copy()
+        self._proof = np.frombuffer(os.urandom(_PROOF_NBYTES), dtype=np.uint8).copy()
         self._agent = _Agent(progress_thread=True)  # it answers readers over TCP
         try:
             places = [(each.address, each.nbytes, each.device) for each in manifest.storages]

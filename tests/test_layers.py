@@ -13,7 +13,7 @@ LEVELS = {
     "memory": 1,
     "dispatch_mode": 1,
     "plan": 2,
-    "checkpoint.strict_json": 1,
+    "checkpoint.strict_json": 0,
     "checkpoint.header": 2,
     "checkpoint.files": 1,
     "checkpoint.folder": 2,

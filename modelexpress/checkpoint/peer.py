@@ -17,9 +17,14 @@ _BLOCK_NBYTES = 4 * PIECE_NBYTES
 
 
 class PeerTensors(CheckpointTensors):
-    """Raw tensors behind a connection. The connection's owner closes it."""
+    """Raw tensors behind a connection. The connection's owner closes it.
+
+    Raises:
+        ManifestMismatch: the manifest is not one of raw tensors.
+    """
 
     def __init__(self, label: str, manifest: Manifest, connection: Connection, *, deadline: float) -> None:
+        manifest.raw_spans()
         self.label = label
         self.manifest = manifest
         self._connection = connection

@@ -114,11 +114,15 @@ def contents_of(body: bytes, segment_nbytes: Sequence[int]) -> Contents:
     try:
         contents = msgspec.msgpack.decode(body, type=Contents)
         contents.manifest.validate()
+        if contents.kind == "checkpoint":
+            contents.manifest.raw_spans()
     except (msgspec.MsgspecError, ValueError, RecursionError, ManifestMismatch) as exc:
         raise GmsError(f"the committed generation cannot be read: {exc}") from exc
     if len(contents.places) != len(contents.manifest.storages):
         raise GmsError("the committed generation does not place each of its storages")
     for place, storage in zip(contents.places, contents.manifest.storages, strict=True):
+        if storage.device == "file":
+            raise GmsError("the committed generation holds storages that lie in files")
         inside = 0 <= place.segment < len(segment_nbytes) and place.offset >= 0
         if not inside or place.offset + storage.nbytes > segment_nbytes[place.segment]:
             raise GmsError(
