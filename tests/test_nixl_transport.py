@@ -341,6 +341,29 @@ def test_a_manifest_that_names_memory_the_source_never_registered(transport, pee
     assert holds(target)
 
 
+def test_an_endpoint_is_a_capability_to_read_and_to_write(wire):
+    """docs/security.md says so. If this fails, NIXL has learned to tell the two apart: say that there."""
+    with Peer([PIECE_NBYTES], env=wire) as source, closing(NixlTransport(lanes=1, connect_timeout_s=5)) as transport:
+        connection = transport.connect(source.endpoint, deadline=soon())
+        agent, there = connection._lanes[0]._agent, [(source.manifest.storages[0].address, 64, 0)]
+        ours = np.full(64, 0xEE, dtype=np.uint8)
+        agent.register([(ours.ctypes.data, ours.nbytes, "cpu")])
+        descriptors = [np.array(rows, dtype=np.uint64) for rows in ([(ours.ctypes.data, 64, 0)], there)]
+        here, remote = (agent.nixl.get_xfer_descs(each, "DRAM") for each in descriptors)
+        agent._handles.append(agent.nixl.initialize_xfer("WRITE", here, remote, agent._remote))
+        state, give_up = agent.nixl.transfer(agent._handles[-1]), soon()
+        while state == "PROC" and time.monotonic() < give_up:
+            state = agent.nixl.check_xfer_state(agent._handles[-1])
+        del here, remote
+        target = target_for(source)
+        with closing(connection):
+            connection.read(plan_into(source, target), deadline=soon())
+
+    assert state == "DONE"
+    assert target[0][:64].tolist() == [0xEE] * 64
+    assert np.array_equal(target[0][64:], pattern(1, 0, PIECE_NBYTES)[64:])
+
+
 def test_memory_of_an_unknown_device_is_not_registered(transport):
     with pytest.raises(NotAvailable, match="'xpu:0'"):
         transport.register(Manifest((StorageSpec(8, 4096, "xpu:0"),), ()))

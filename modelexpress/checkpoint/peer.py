@@ -8,7 +8,8 @@ import torch
 
 from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.discovery import FoundTensor, manifest_of, torch_dtype
-from modelexpress.manifest import PIECE_NBYTES, Manifest, batches
+from modelexpress.errors import NotAvailable
+from modelexpress.manifest import PIECE_NBYTES, Manifest, TensorSpec, batches
 from modelexpress.plan import TransferPlan, plan_checkpoint
 from modelexpress.transport import Arrived, Connection
 
@@ -38,8 +39,16 @@ class PeerTensors(CheckpointTensors):
         chosen = [spec for spec in self.manifest.tensors if wanted is None or spec.name in wanted]
         chosen.sort(key=lambda spec: (spec.storage, spec.offset, spec.name))
         for block in batches(chosen, _BLOCK_NBYTES):
-            fresh = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec), device="cpu") for spec in block}
+            fresh = {spec.name: _empty(spec, self.label) for spec in block}
             here = manifest_of(tuple(FoundTensor(name, each, "parameter", True) for name, each in fresh.items()))
             there = Manifest(self.manifest.storages, tuple(sorted(block, key=lambda spec: spec.name)))
             self.read(plan_checkpoint(there, here))
             yield from fresh.items()
+
+
+def _empty(spec: TensorSpec, label: str) -> torch.Tensor:
+    """Memory for one tensor. How large it is the peer says, so there may be none."""
+    try:
+        return torch.empty(spec.shape, dtype=torch_dtype(spec), device="cpu")
+    except RuntimeError as exc:
+        raise NotAvailable(f"{label}: no memory for tensor {spec.name!r} of {spec.nbytes:,} bytes") from exc

@@ -90,6 +90,14 @@ def test_checksums_of_a_tensor_that_claims_more_than_it_has_read_nothing_beyond_
         TensorVerifier(OVERLAP, bytes(8), "on").check("a", torch.zeros(4))
 
 
+def test_a_tensor_larger_than_the_machine_is_not_available():
+    vast = TensorSpec("a", 0, 0, (1 << 47,), (1,), "uint8", "parameter")
+    peer = PeerTensors("peer", Manifest((StorageSpec(1 << 48, 1, "cpu"),), (vast,)), Recorder(), deadline=0.0)
+
+    with pytest.raises(NotAvailable, match="peer: no memory for tensor 'a' of 140,737,488,355,328 bytes"):
+        next(peer.tensors())
+
+
 def test_pieces_are_counted_before_they_are_made():
     """A storage of 2**48 bytes has 16 million pieces: 2 GB of Python objects for an offer of 200 bytes."""
     vast = Manifest(
