@@ -11,7 +11,7 @@ PAGES = ("docs/security.md", "docs/cases.md")
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(test_\w+))?`")
 
 
-def tests_of(path: Path) -> set[str]:
+def names_in(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
@@ -21,7 +21,7 @@ def test_every_test_that_a_page_names_is_there(page):
 
     assert len(named) > 30
     assert not [f"{file}::{test}" for file, test in named if not (ROOT / file).exists()]
-    assert not [f"{file}::{test}" for file, test in named if test and test not in tests_of(ROOT / file)]
+    assert not [f"{file}::{test}" for file, test in named if test and test not in names_in(ROOT / file)]
 
 
 @pytest.mark.parametrize("page", PAGES)
