@@ -199,7 +199,7 @@ def _strategies(value: object) -> tuple[str, ...]:
     names = tuple(name.strip() for name in names)
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown:
-        raise _Because(f"unknown strategy {unknown[0]!r}")
+        raise _Because(f"unknown strategy {unknown[0]!r:.60}")
     if len(set(names)) != len(names):
         raise _Because("a strategy is named twice")
     if not names:

@@ -40,6 +40,8 @@ ENVIRON = st.dictionaries(
 @given(options=OPTIONS, extra=st.none() | EXTRA, environ=ENVIRON)
 @example(options={"transfer_timeout_s": 10**400}, extra=None, environ={})  # an OverflowError went up
 @example(options={}, extra={1: 2}, environ={})  # a TypeError of difflib went up
+@example(options={"strategies": "1" * 5000}, extra=None, environ={})  # was repeated whole
+@example(options={}, extra='{"' + "x" * 5000 + '":1,"' + "x" * 5000 + '":1}', environ={})
 @example(options={}, extra="[" * 100_000, environ={})  # a RecursionError went up
 def test_settings_are_within_their_limits_or_an_error(options, extra, environ):
     try:
