@@ -72,4 +72,4 @@ redis-server:
 	@{ command -v redis-server && command -v openssl; } >/dev/null || tests/support/install_redis.sh
 
 clean:  ## Remove what was built and generated
-	rm -rf $(VENV) $(SGLANG_VENV) .sglang-models demo-data build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) .sglang-models .sglang-releases demo-data build dist *.egg-info

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
@@ -138,26 +138,76 @@ def load_root(
     config: Config,
     *,
     progress: Progress | None = None,
-    fetch: Callable[[], Path] | None = None,
 ) -> LoadReport:
     """Run the default chain on an engine's root, and publish the result where the config asks for it.
 
     Args:
         root: gives the module to fill; called when the services are known to be usable.
+    """
+    return fill_root(adapter, root, checkpoint, config, progress=progress).publish()
+
+
+def fill_root(
+    adapter: EngineAdapter,
+    root: Callable[[], nn.Module],
+    checkpoint: Path,
+    config: Config,
+    *,
+    progress: Progress | None = None,
+    fetch: Callable[[], Path] | None = None,
+) -> Filled:
+    """The first half of `load_root`: an engine publishes when it allocates nothing in memory of its own any more.
+
+    Args:
         fetch: brings the checkpoint to this machine and says where; called when it is the turn of the disk.
     """
     with default_chain(config, checkpoint, fetch=fetch) as chain:
         report = chain.run(LoadTarget(adapter, ModelRoot(root()), progress))
         gms = next((each for each in chain.strategies if isinstance(each, GmsImport)), None)
         imported = gms.imported if gms is not None else None
+        preloaded_nbytes = gms.preloaded_nbytes if gms is not None else 0
         broken = any(each.strategy == "gms" and each.outcome == "failed" for each in report.attempts)
-        if config.publish and config.gms is not None and not (imported or broken) and report.model is not None:
-            staging = gms.staging if gms is not None else None
-            imported = _keep_in_service(adapter, report.model, config.gms, staging, checkpoint, config)
-    publication = None
-    if config.publish and config.registry is not None and report.model is not None:
-        publication = _offer_to_peers(adapter, report.model, checkpoint, config)
-    return replace(report, imported=imported, publication=publication)
+        keeps = config.publish and config.gms is not None and not (imported or broken)
+        staging = gms.take_staging() if gms is not None and keeps else None
+    report = replace(report, imported=imported, preloaded_nbytes=preloaded_nbytes)
+    return Filled(adapter, checkpoint, config, report, keeps, staging)
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A loaded root that is not published yet.
+
+    Attributes:
+        keeps: whether its weights go into the memory service.
+        staging: the claim of this process to put them there, where it has one already.
+    """
+
+    adapter: EngineAdapter
+    checkpoint: Path
+    config: Config
+    report: LoadReport
+    keeps: bool
+    staging: Staging | None
+
+    def publish(self) -> LoadReport:
+        """Move the weights into the memory service and offer them to peers, where the config asks for it.
+
+        The load stands either way; what could not be published is a warning.
+        """
+        model, config, imported = self.report.model, self.config, self.report.imported
+        if model is None:
+            return self.report
+        if self.keeps and config.gms is not None:
+            imported = _keep_in_service(self.adapter, model, config.gms, self.staging, self.checkpoint, config)
+        publication = None
+        if config.publish and config.registry is not None:
+            publication = offer_to_peers(self.adapter, model, self.checkpoint, config)
+        return replace(self.report, imported=imported, publication=publication)
+
+    def close(self) -> None:
+        """Give up the claim: nothing will be published."""
+        if self.staging is not None:
+            self.staging.close()
 
 
 def _keep_in_service(
@@ -184,7 +234,8 @@ def _keep_in_service(
         return None
 
 
-def _offer_to_peers(adapter: EngineAdapter, model: nn.Module, checkpoint: Path, config: Config) -> WeightSource | None:
+def offer_to_peers(adapter: EngineAdapter, model: nn.Module, checkpoint: Path, config: Config) -> WeightSource | None:
+    """A source of a loaded model, published unless the config waits for the engine; None where it cannot be one."""
     try:
         source = _layout_source(adapter, model, checkpoint, config)
         if config.publish_when == "loaded":
@@ -266,6 +317,7 @@ def default_chain(
                     claims=config.publish,
                     wait_s=config.transfer_timeout_s,
                     answer_s=config.connect_timeout_s,
+                    standby=config.takeover_lock is not None and not config.publish,
                 )
                 strategies.append(services.enter_context(closing(importing)))
             elif name == "gms":

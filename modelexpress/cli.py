@@ -1,4 +1,4 @@
-"""The command line: modelexpress load | serve | sources | inspect | doctor.
+"""The command line: modelexpress load | serve | sources | inspect | doctor | gms | snapshot.
 
 Words for people go to a terminal as tables and progress bars; `--json` prints one JSON object on stdout and
 nothing else there. Logs and errors go to stderr. Exit code 0 means that what was asked was done, 1 that it
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from modelexpress import __version__, gms_cli
+from modelexpress import __version__, gms_cli, snapshot_cli
 from modelexpress.errors import ConfigError, LoadFailed, ModelExpressError, describe, printable
 from modelexpress.terminal import ProgressBar, add_row, console, log_to_stderr, on_stop_signals, print_json, table_of
 
@@ -42,6 +42,7 @@ app = typer.Typer(
 _SIGNAL_POLL_S = 0.5
 
 app.add_typer(gms_cli.app)
+app.add_typer(snapshot_cli.app)
 
 # Not checked to be readable: with a revision and a peer it need not be.
 CheckpointArg = Annotated[
@@ -263,17 +264,19 @@ def inspect(
 def doctor(
     registry: RegistryOpt = None,
     gms: Annotated[str | None, typer.Option(help="Socket of a memory service on this host.")] = None,
+    takeover_lock: Annotated[str | None, typer.Option(help="File that says which of several replicas serves.")] = None,
     signing_key: SigningKeyOpt = None,
     as_json: JsonOpt = False,
 ) -> None:
-    """Say which ways of loading work on this machine, and why the others do not.
+    """Say which ways of loading work on this machine, and why the others do not; and who has a takeover lock.
 
-    Exits 1 when a registry or a memory service was named and cannot be used.
+    Exits 1 when a registry, a memory service or a lock was named and cannot be used.
     """
     from modelexpress.config import resolve_config
     from modelexpress.doctor import examine
 
-    findings = examine(resolve_config({"registry": registry, "gms": gms, "signing_key": signing_key}))
+    given = {"registry": registry, "gms": gms, "takeover_lock": takeover_lock, "signing_key": signing_key}
+    findings = examine(resolve_config(given))
     if as_json:
         print_json({"findings": findings})
     else:
@@ -281,7 +284,7 @@ def doctor(
         for each in findings:
             add_row(table, each.what, each.state, each.detail)
         console().print(table)
-    if any(each.what in ("registry", "gms") and each.state == "fails" for each in findings):
+    if any(each.what in ("registry", "gms", "takeover lock") and each.state == "fails" for each in findings):
         raise typer.Exit(1)
 
 

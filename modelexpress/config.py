@@ -40,6 +40,8 @@ class Config:
         registry: where sources are found: file:///absolute/dir, redis://host:port/db or rediss://. May hold a
             password, so it is not in the repr.
         gms: socket of a memory service on this host, which keeps weights when engines end.
+        takeover_lock: a file that all replicas which stand in for each other name: who locks it serves, and the
+            others wait asleep and take over when the owner dies. Needs `gms`, and an engine.
         revision: names the checkpoint's content, like a commit hash; it must never be reused for other
             bytes. Without it the content is recognised by a digest of the files.
         model_name: goes with `revision`; default: the hub's model name or the folder's name.
@@ -61,6 +63,7 @@ class Config:
     strategies: tuple[str, ...] = STRATEGIES
     registry: str | None = field(default=None, repr=False)
     gms: str | None = None
+    takeover_lock: str | None = None
     revision: str | None = None
     model_name: str | None = None
     verify: Literal["on", "off", "sampled"] = "on"
@@ -109,6 +112,8 @@ def _check_together(config: Config) -> None:
         raise ConfigError("strategies is rdma alone and registry is not set; peers are found in a registry")
     if config.gms is None and config.strategies == ("gms",):
         raise ConfigError("strategies is gms alone and gms is not set; give the socket of the memory service")
+    if config.takeover_lock is not None and config.gms is None:
+        raise ConfigError("takeover_lock is set and gms is not; a standby takes the weights from a memory service")
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -223,6 +228,7 @@ _PARSERS: Mapping[str, tuple[Callable[[object], object], str]] = {
     "strategies": (_strategies, f"some of {','.join(STRATEGIES)}, in the order to try them"),
     "registry": (_text, "a URL like file:///run/user/1000/modelexpress or redis://host:6379/0"),
     "gms": (_text, "the path of a socket"),
+    "takeover_lock": (_text, "the path of a file, the same for all that stand in for each other"),
     "revision": (_text, "a name for the checkpoint's content, like a commit hash"),
     "model_name": (_text, "a model's name, like org/model"),
     "verify": (_one_of("on", "off", "sampled"), "on, off or sampled"),

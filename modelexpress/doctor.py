@@ -19,6 +19,7 @@ from modelexpress.config import Config
 from modelexpress.errors import ModelExpressError, describe
 from modelexpress.gms.client import status
 from modelexpress.registry.open import redact
+from modelexpress.takeover_lock import look
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -42,6 +43,7 @@ def _findings(config: Config) -> Iterator[Finding]:
     yield _tried("rdma: redis package", lambda: f"redis {metadata.version('redis')}")
     yield _registry(config)
     yield _gms(config)
+    yield _takeover_lock(config)
     yield _cross_memory_attach()
     yield _shared_memory()
 
@@ -89,6 +91,24 @@ def _gms(config: Config) -> Finding:
         return f"pid {held.pid} holds {held.used_nbytes / 1e9:.3f} GB of {held.device} memory, keys: {len(held.keys)}"
 
     return _tried("gms", look)
+
+
+def _takeover_lock(config: Config) -> Finding:
+    if config.takeover_lock is None:
+        return Finding("takeover lock", "off", "none is configured; set --takeover-lock or MX_TAKEOVER_LOCK")
+
+    def who() -> str:
+        seen = look(config.takeover_lock or "")
+        if seen.owner is None:
+            return (
+                f"{config.takeover_lock}: held, and its owner has not said who it is" if seen.held else "nobody has it"
+            )
+        if not seen.held:
+            return f"nobody has it; the last was {seen.owner.owner}, since {seen.owner.since}"
+        took = f", took over from {seen.owner.took_over_from}" if seen.owner.took_over_from else ""
+        return f"{seen.owner.owner} serves {seen.owner.serves} at {seen.owner.url} since {seen.owner.since}{took}"
+
+    return _tried("takeover lock", who)
 
 
 def _accelerators() -> str:

@@ -11,6 +11,7 @@ ModelExpressError
   RegistryError                registry unreachable after retries, or a record is unusable
   GmsError                     the memory service: protocol or state violation, no memory, not running
     StaleGeneration            the generation that was read is not there any more
+  SnapshotError                the engine cannot be captured, or cannot go on after a restore
   RecoveryFailed               the model could not be rebuilt: do not go on
   LoadFailed                   every attempt failed; carries the LoadReport
 
@@ -74,6 +75,10 @@ class GmsError(ModelExpressError):
 
 class StaleGeneration(GmsError):
     """The generation that this process read is not there any more; what replaced it has other bytes."""
+
+
+class SnapshotError(ModelExpressError):
+    """An engine cannot be captured now, or cannot go on after a restore. Says what it was left as."""
 
 
 class RecoveryFailed(ModelExpressError):

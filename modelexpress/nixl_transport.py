@@ -40,6 +40,7 @@ import xxhash
 from modelexpress.errors import NotAvailable, RecoveryFailed, StrategyError, TransferFailed
 from modelexpress.manifest import Manifest
 from modelexpress.plan import Chunk, TransferPlan
+from modelexpress.thread_name import name_this_thread
 from modelexpress.transport import Arrived, Connection, Registration, Transport
 
 T = TypeVar("T")
@@ -556,6 +557,7 @@ def _close_late(lane: Future[_Lane]) -> None:
 
 
 def _run(work: Callable[[], T], future: Future[T]) -> None:
+    name_this_thread("mx-nixl")
     try:
         future.set_result(work())
     except BaseException as exc:  # noqa: BLE001 - the outermost line of a thread; it goes up in the caller

@@ -20,6 +20,7 @@ from modelexpress.errors import ConfigError, ModelExpressError, RegistryError
 from modelexpress.manifest import Manifest
 from modelexpress.offer import Offer
 from modelexpress.registry.base import Registry, SourceKind, SourceRecord
+from modelexpress.thread_name import name_this_thread
 from modelexpress.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -254,6 +255,7 @@ class _Publication:
             self._opened.close()
 
     def _renew(self) -> None:
+        name_this_thread("mx-renew")
         while not self._ended.wait(self._lease_ttl_s / 3):
             try:
                 self._registry.renew(self.record, self._offer)

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.peer_process import PeerProcess
 from modelexpress.registry.directory import DirectoryRegistry
 from tests.support.safetensors_writer import raw, write_file, write_sharded
+from tests.support.takeover_process import wanting
 
 COMMANDS = ("load", "serve", "sources", "inspect", "doctor")
 
@@ -179,6 +180,22 @@ def test_doctor_exits_1_when_the_registry_cannot_be_used(tmp_path):
 
     assert modelexpress("doctor", "--registry", f"file://{tmp_path}/file").returncode == 1
     assert modelexpress("doctor", "--gms", tmp_path / "none.sock").returncode == 1
+
+
+def test_doctor_says_who_has_the_takeover_lock(tmp_path):
+    def found(path):
+        done = modelexpress("doctor", "--gms", tmp_path / "none.sock", "--takeover-lock", path, "--json")
+        findings = {each["what"]: each for each in json.loads(done.stdout)["findings"]}
+        return findings["takeover lock"]["state"], findings["takeover lock"]["detail"]
+
+    path = tmp_path / "m.lock"
+    assert found(path) == ("works", "nobody has it")
+    with wanting("take", path) as owner:
+        state, detail = found(path)
+        assert (state, f"/{owner.pid} serves m at http://here since " in detail) == ("works", True)
+    state, detail = found(path)
+    assert (state, f"the last was {os.uname().nodename}/{owner.pid}" in detail) == ("works", True)
+    assert found(tmp_path)[0] == "fails"
 
 
 def test_version():

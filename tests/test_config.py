@@ -69,6 +69,8 @@ def test_malformed_numbers_in_options_and_extra_config(name, value):
         ({"strategies": "gms"}, "gms is not set"),
         ({"strategies": "rdma"}, "registry is not set"),
         ({"publish": True}, "neither registry nor gms"),
+        ({"takeover_lock": "/run/llama.lock"}, "takeover_lock is set and gms is not"),
+        ({"takeover_lock": "", "gms": "s"}, "the path of a file"),
     ],
 )
 def test_values_that_cannot_be_meant(option, reason):

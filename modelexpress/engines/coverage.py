@@ -80,11 +80,16 @@ class Rehearsed:
     unfilled: frozenset[str] = frozenset()
 
 
-def rehearse(module: nn.Module, checkpoint: Manifest, label: str, load: Load, expected: Expectation) -> Rehearsed:
+def rehearse(
+    module: nn.Module, checkpoint: Manifest, label: str, load: Load, expected: Expectation, *, partly: bool = False
+) -> Rehearsed:
     """Run `load` with stand-ins for the tensors of a checkpoint, and without writing to the model.
 
     Costs the engine's own bookkeeping, some 0.1 ms a tensor, and no bytes: stand-ins are memory that is never
     touched.
+
+    Args:
+        partly: these tensors are some of a checkpoint's, and need not fill the model.
 
     Raises:
         CheckpointError: a parameter, or a part of one, would not be filled, or by a tensor of another shape or
@@ -99,7 +104,7 @@ def rehearse(module: nn.Module, checkpoint: Manifest, label: str, load: Load, ex
         raise
     except Exception as exc:  # whatever the engine's code says to a tensor that it cannot take
         raise CheckpointError(f"{label}: {rehearsal.blamed()} does not fit the model: {describe(exc)}") from exc
-    return rehearsal.checked()
+    return rehearsal.checked(partly=partly)
 
 
 def load_rehearsed(
@@ -281,12 +286,13 @@ class _Rehearsal(Watcher):
             return shown
         return f"{shown}, where {like!r} has {list(self._given[like])},"
 
-    def checked(self) -> Rehearsed:
-        """Raise unless every byte would be written, and every tensor be used."""
+    def checked(self, *, partly: bool) -> Rehearsed:
+        """Raise unless every byte would be written, or some are `partly`, and every tensor be used."""
         self._held.clear()
         if self._refused is not None:
             raise CheckpointError(str(self._refused))
-        self._require_all_bytes()
+        if not partly:
+            self._require_all_bytes()
         self._require_no_odd_padding()
         self._require_all_used()
         nbytes = sum(each.nbytes for each in self._writes.values())

@@ -113,6 +113,16 @@ def status(path: str) -> StatusReply:
         return _exchange(sock, Status(), StatusReply, Where(path, ""))
 
 
+def held_nbytes(where: Where) -> int:
+    """Memory that a service holds for a key now, for generations that are not committed yet, too.
+
+    Raises:
+        NotAvailable: there is no service at the path.
+    """
+    keys = status(where.path).keys
+    return sum(each.nbytes for each in keys if (each.namespace, each.key) == (where.namespace, where.key))
+
+
 def drop(where: Where) -> None:
     """Make the committed generation of a key unfindable; those who read it keep it.
 
@@ -263,6 +273,7 @@ class Imported:
         self.generation = granted.generation
         self.instance = granted.instance
         self.body = body
+        self.device = backend.device
         self._backend = backend
         self._mappings = tuple(segment.mapping for segment in segments)
         self._session = _Session(sock)
@@ -282,6 +293,25 @@ class Imported:
     def paused(self) -> bool:
         """Whether the memory was let go of."""
         return self._paused
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the segments that are mapped, or reserved while paused."""
+        return sum(mapping.nbytes for mapping in self._open_mappings())
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Memory that the service keeps for the generation, whether this process looks at all of it or not."""
+        unit = self._backend.granularity
+        return sum(-(-mapping.nbytes // unit) * unit for mapping in self._mappings)
+
+    def holds(self, address: int) -> bool:
+        """Whether an address lies in one of the segments."""
+        return any(0 <= address - each.address < each.nbytes for each in self._open_mappings())
+
+    def is_as_sealed(self) -> bool:
+        """Whether every byte that this process sees is the generation's own, and will be so after a pause."""
+        return all(mapping.is_as_sealed() for mapping in self._open_mappings())
 
     def pause(self) -> None:
         """Let go of the memory and of the generation; the addresses stay reserved. Touching a tensor is a fault.

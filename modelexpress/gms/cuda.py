@@ -209,6 +209,9 @@ class _CudaMapping(Mapping):
     def freeze(self, fd: int) -> None:
         self._backend.protect(self._open_address(), self._size)
 
+    def is_as_sealed(self) -> bool:
+        return True  # mapped read-only since it was sealed
+
     def lease(self) -> Any:  # noqa: ANN401 - the driver has no types - each kind of memory has its own
         return _Lease()
 

@@ -112,6 +112,10 @@ class Mapping(ABC):
         """
 
     @abstractmethod
+    def is_as_sealed(self) -> bool:
+        """Whether this process sees the segment's own bytes everywhere, having written nothing of its own."""
+
+    @abstractmethod
     def lease(self) -> Any:  # noqa: ANN401 - anything can own memory - each kind of memory has its own
         """A new object over all the bytes; `tensor` makes tensors that keep it. The mapping does not."""
 
@@ -275,6 +279,9 @@ class _HostMapping(Mapping):
             raise GmsError("this mapping of a segment is closed")
         return self.address
 
+    def is_as_sealed(self) -> bool:
+        return _private_kib(self._open_address(), self.nbytes) == 0
+
     def lease(self) -> Any:  # noqa: ANN401 - anything can own memory - each kind of memory has its own
         return (ctypes.c_char * self.nbytes).from_address(self.address)
 
@@ -287,6 +294,20 @@ class _HostMapping(Mapping):
         if self.address:
             _LIBC.munmap(self.address, self.nbytes)
             self.address = 0
+
+
+def _private_kib(address: int, nbytes: int) -> int | None:
+    """Pages of this range that were written here, and so copied: smaps of proc(5). None where it does not say."""
+    total, inside = None, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if first.endswith(":"):
+            if inside and first == "Anonymous:":
+                total = (total or 0) + int(rest.split()[0])
+        else:
+            start, _, end = first.partition("-")
+            inside = int(start, 16) < address + nbytes and int(end, 16) > address
+    return total
 
 
 def _map(address: int | None, nbytes: int, fd: int | None, *, shared: bool = False) -> int:

@@ -20,6 +20,7 @@ class DeferredPublication(Generic[T]):
 
     Args:
         publish: called with what is to be published, once, with no region open.
+        discard: called with what is not published after all.
         allocating: makes what each region holds open, like `Arena.landing`.
     """
 
@@ -27,8 +28,10 @@ class DeferredPublication(Generic[T]):
         self,
         publish: Callable[[T], object],
         allocating: Callable[[], AbstractContextManager[object]] = nullcontext,
+        discard: Callable[[T], object] = lambda weights: None,
     ) -> None:
         self._publish = publish
+        self._discard = discard
         self._allocating = allocating
         self._depth = 0
         self._pending: list[T] = []
@@ -50,7 +53,8 @@ class DeferredPublication(Generic[T]):
             with self._allocating():
                 yield
         except BaseException:
-            self._pending.clear()
+            while self._pending:
+                self._discard(self._pending.pop())
             raise
         finally:
             self._depth -= 1

@@ -6,6 +6,7 @@ Parameters end up on the service's memory, which nobody can change. Everything e
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,15 +15,18 @@ import torch
 from torch import nn
 
 from modelexpress.adapter import EngineAdapter
+from modelexpress.aliases import hidden_aliases
 from modelexpress.digest import PieceChecksums, checksum_at, checksums_of
-from modelexpress.discovery import FoundTensor, manifest_of, persistent_tensors, torch_dtype
+from modelexpress.discovery import FoundTensor, dtype_name, manifest_of, persistent_tensors, torch_dtype
 from modelexpress.errors import GmsError, ManifestMismatch, NotAvailable
 from modelexpress.gms.arena import Piece
 from modelexpress.gms.client import Imported, Segment, Staging
 from modelexpress.gms.memory import return_freed_memory
-from modelexpress.manifest import DTYPE_NBYTES, NO_STORAGE, Manifest, Span, TensorSpec, WeightsIdentity
+from modelexpress.manifest import DTYPE_NBYTES, NO_STORAGE, Manifest, Span, StorageSpec, TensorSpec, WeightsIdentity
 from modelexpress.plan import Match, match_checkpoint, match_layouts
 from modelexpress.registry.base import SourceKind
+
+logger = logging.getLogger(__name__)
 
 # Storages share segments: few descriptors to import, and never much more memory than the model while it moves.
 _SEGMENT_NBYTES = 64 * 1024 * 1024
@@ -86,7 +90,9 @@ def publish_model(
         tensors = {each.name: each for each in found.tensors}
         match_layouts(manifest, manifest)  # what no importer could match is not worth its memory
         specs, shared, born = _by_storage(manifest), _parameter_storages(manifest), _born(manifest, pieces)
-        _refuse_unbindable([spec for at in shared ^ born.keys() for spec in specs[at]], tensors, staging.device)
+        moving = shared ^ born.keys()
+        _refuse_unbindable([spec for at in moving for spec in specs[at]], tensors, staging.device)
+        _refuse_hidden(found.tensors, [manifest.storages[at] for at in moving])
         made = checksums_of(manifest, threads=threads) if checksums else b""
         places = {at: Place(staging.segments.index(each.segment), each.offset) for at, each in born.items()}
         for group in _groups(manifest, [at for at in range(len(specs)) if at not in born]):
@@ -96,13 +102,64 @@ def publish_model(
                 if at in shared:
                     _bind(segment.tensor(offset, manifest.storages[at].nbytes), specs[at], tensors)
             return_freed_memory()
-        for at in born.keys() - shared:
+        written = born.keys() - shared
+        for at in written:
             own = born[at].segment.tensor(born[at].offset, manifest.storages[at].nbytes).clone()
             _bind(own, specs[at], tensors)
+        if written:
+            nbytes = sum(manifest.storages[at].nbytes for at in written)
+            logger.info("%d bytes that may be written to became private, in %d storages", nbytes, len(written))
         contents = Contents(adapter.identity(), kind, manifest, tuple(places[at] for at in range(len(specs))), made)
         imported = staging.commit(label, msgspec.msgpack.encode(contents))
         imported.take_segments()  # the parameters keep what they need
         return imported
+
+
+class Moved(NamedTuple):
+    """What left the service's memory: (private, shared) bytes of each storage; `shared` is empty where not kept."""
+
+    storages: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(own.numel() for own, _ in self.storages)
+
+    def bring_back(self) -> None:
+        """Copy the old bytes into the private memory."""
+        for own, shared in self.storages:
+            own.copy_(shared)
+
+
+def make_private(adapter: EngineAdapter, module: nn.Module, imported: Imported, *, keep: bool) -> Moved:
+    """Move what lies in the service's memory into private memory, storage by storage, so that it can be written.
+
+    Ties, views and whoever holds the tensors see the new memory. A paused generation has no bytes: zeros take their
+    place.
+
+    Args:
+        keep: hold the old memory, so that the bytes can be brought back. Else each segment is let go of as soon as
+            nothing lies in it, and at no moment is there more than the model and one segment.
+
+    Raises:
+        NotAvailable: a tensor cannot look elsewhere, or something that is no part of the model looks at the memory;
+            names it; nothing was changed.
+    """
+    found = adapter.tensors(module)
+    manifest = manifest_of(found.tensors, found.scalars)
+    tensors = {each.name: each for each in found.tensors}
+    specs = _by_storage(manifest)
+    moving = [at for at, storage in enumerate(manifest.storages) if imported.holds(storage.address)]
+    _refuse_unbindable([spec for at in moving for spec in specs[at]], tensors, imported.device)
+    _refuse_hidden(found.tensors, [manifest.storages[at] for at in moving])
+    moved = []
+    for at in moving:
+        first = tensors[specs[at][0].name].tensor
+        shared = first.new_empty(0, dtype=torch.uint8).set_(first.untyped_storage())
+        own = torch.zeros_like(shared, device=imported.device) if imported.paused else shared.clone()
+        _bind(own, specs[at], tensors)
+        moved.append((own, shared if keep and not imported.paused else shared.new_empty(0)))
+        del first, shared
+    return Moved(tuple(moved))
 
 
 def contents_of(body: bytes, segment_nbytes: Sequence[int]) -> Contents:
@@ -350,6 +407,21 @@ def _refuse_unreachable(found: Iterable[FoundTensor]) -> None:
     for each in found:
         if each.tensor.is_meta and each.registered is None:
             raise NotAvailable(f"tensor {each.name!r} is on the meta device and cannot be replaced where it hangs")
+
+
+def _refuse_hidden(found: Sequence[FoundTensor], storages: Sequence[StorageSpec]) -> None:
+    """What is no part of the model would go on looking at the old memory.
+
+    Raises:
+        NotAvailable: says what it is.
+    """
+    hidden = hidden_aliases([each.tensor for each in found], storages)
+    if hidden:
+        first = hidden[0]
+        raise NotAvailable(
+            f"{len(hidden)} tensors outside of the model look at its memory, like one of shape {list(first.shape)} and "
+            f"{dtype_name(first)}; they would not follow when it moves"
+        )
 
 
 def _refuse_unbindable(specs: Iterable[TensorSpec], tensors: Mapping[str, FoundTensor], device: str) -> None:

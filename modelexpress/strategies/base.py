@@ -67,6 +67,8 @@ class LoadReport:
             before the weights change.
         imported: the generation of a memory service that lies under the parameters, if one does; it can be
             paused and resumed.
+        preloaded_nbytes: memory of `imported` that the service held when this load began. Who measured free memory
+            before the load saw it in use already. 0 when the weights were allocated by this process.
     """
 
     model: nn.Module | None = field(repr=False)
@@ -77,6 +79,7 @@ class LoadReport:
     attempts: tuple[Attempt, ...]
     publication: object | None = field(default=None, repr=False)
     imported: Imported | None = field(default=None, repr=False)
+    preloaded_nbytes: int = 0
 
     @property
     def gb_per_s(self) -> float:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from modelexpress.errors import GmsError, NotAvailable
-from modelexpress.gms.client import Busy, Imported, Staging, Where, open_session, require_service
+from modelexpress.gms.client import Busy, Imported, Staging, Where, held_nbytes, open_session, require_service
 from modelexpress.gms.memory import MemoryBackend
+from modelexpress.gms.state import Request
 from modelexpress.gms.weights import bind_model, contents_of, match_model
 from modelexpress.manifest import WeightsIdentity
 from modelexpress.model_root import Dirt
@@ -27,30 +28,44 @@ class GmsImport(LoadStrategy):
         wait_s: how long to wait for another process that stages the same weights; not at all where a raw
             checkpoint of them is there.
         answer_s: how long the service may take to answer.
+        standby: wait for the commit of another replica even where none stages yet, and take nothing else: a raw
+            checkpoint would be copied into memory of this process.
 
     Attributes:
         staging: the claim, when this process got it.
         imported: the generation that was bound, when one was.
+        preloaded_nbytes: memory that the service held for it when it was asked for: all of the generation, or what
+            another process had staged by then. What that process still had in memory of its own does not count.
     """
 
     name = "gms"
 
     def __init__(
-        self, path: str, backend: MemoryBackend, *, claims: bool, wait_s: float, answer_s: float = 10.0
+        self,
+        path: str,
+        backend: MemoryBackend,
+        *,
+        claims: bool,
+        wait_s: float,
+        answer_s: float = 10.0,
+        standby: bool = False,
     ) -> None:
         self._path = path
         self._backend = backend
         self._claims = claims
         self._wait_s = wait_s
         self._answer_s = answer_s
+        self._standby = standby
         self.staging: Staging | None = None
         self.imported: Imported | None = None
+        self.preloaded_nbytes = 0
+        self._staged_nbytes: int | None = None  # of a generation that was waited for
 
     def sources(self, target: LoadTarget) -> Sequence[LoadSource]:
         require_service(self._path)  # before the weights are named, which may read files for their digest
         identity = target.adapter.identity()
         found: list[LoadSource] = []
-        if target.adapter.repeatable:
+        if target.adapter.repeatable and not self._standby:
             with suppress(NotAvailable):
                 found.append(self._raw(identity, target))
         try:
@@ -73,25 +88,37 @@ class GmsImport(LoadStrategy):
             raise GmsError("the memory service granted staging to a session that asked to read")
         return _Generation(self, granted, identity, target)
 
+    def take_staging(self) -> Staging | None:
+        """The claim, if this process got one; the caller's from now on."""
+        staging, self.staging = self.staging, None
+        return staging
+
     def close(self) -> None:
         """Give up the claim, if there is one, so that another process gets it."""
-        staging, self.staging = self.staging, None
+        staging = self.take_staging()
         if staging is not None:
             staging.close()
+
+    def bound(self, imported: Imported, *, waited: bool) -> None:
+        """Remember which generation lies under the model now."""
+        self.imported = imported
+        self.preloaded_nbytes = imported.kept_nbytes
+        if waited and self._staged_nbytes is not None:
+            self.preloaded_nbytes = min(self.preloaded_nbytes, self._staged_nbytes)
 
     def _where(self, key: str) -> Where:
         return Where(self._path, key, answer_s=self._answer_s)
 
     def _ask(self, where: Where, *, wait_s: float) -> Staging | Imported:
-        if self._claims:
-            return open_session(where, "RW_OR_RO", self._backend, wait_s=wait_s)
+        request: Request = "RW_OR_RO" if self._claims else "RO"
         try:
-            return open_session(where, "RO", self._backend, wait_s=0.0)
-        except Busy:
-            if not wait_s:
+            return open_session(where, request, self._backend, wait_s=0.0)
+        except NotAvailable as exc:
+            if not wait_s or not (self._standby or isinstance(exc, Busy)):
                 raise
-            logger.info("waiting up to %.0f s for another process to commit these weights", wait_s)
-            return open_session(where, "RO", self._backend, wait_s=wait_s)
+        self._staged_nbytes = held_nbytes(where)
+        logger.info("waiting up to %.0f s for another process to commit these weights", wait_s)
+        return open_session(where, request, self._backend, wait_s=wait_s)
 
 
 class _Generation(LoadSource):
@@ -123,7 +150,7 @@ class _Generation(LoadSource):
             adapter.finalize(module, from_checkpoint=raw)
         shared_nbytes = binding.nbytes - private_nbytes
         logger.info("bound %d bytes without a copy, %d became private", shared_nbytes, private_nbytes)
-        self._strategy.imported = self._imported
+        self._strategy.bound(self._imported, waited=not raw)
         return TransferStats(binding.nbytes)
 
     def _check_identity(self) -> None:

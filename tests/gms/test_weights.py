@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+import weakref
 from contextlib import closing
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from modelexpress.errors import (
 from modelexpress.gms import client
 from modelexpress.gms.client import Imported, Staging, Where, open_session
 from modelexpress.gms.memory import HostMemory
-from modelexpress.gms.weights import check_checksums, publish_model
+from modelexpress.gms.weights import check_checksums, make_private, publish_model
 from modelexpress.model_root import ModelRoot
 from modelexpress.strategies.base import LoadTarget
 from modelexpress.strategies.chain import LoadStrategyChain
@@ -306,6 +307,84 @@ def test_resume_after_another_generation_is_stale_and_stays_paused(service):
     assert imported.paused
 
 
+def test_a_page_that_was_written_is_noticed(service):
+    publish(service, randomize(TinyModel(), 3)).close()
+    model, imported = load(service)
+
+    assert imported.is_as_sealed()
+    with torch.no_grad():
+        model.head.weight[0, 0] += 1
+    assert not imported.is_as_sealed()
+
+
+def moved_to_private_memory(service, *, keep):
+    """A model whose weights were shared: before, the model, what it was, who looks at it from outside."""
+    publish(service, randomize(TinyModel(), 3)).close()
+    model, imported = load(service)
+    before, held = snapshot(model), weakref.ref(model.head.weight)
+    return model, imported, before, held, make_private(adapter_of(), model, imported, keep=keep)
+
+
+def test_shared_weights_move_to_private_memory_before_they_are_written(service):
+    model, imported, before, held, moved = moved_to_private_memory(service, keep=False)
+    imported.close()
+
+    assert snapshot(model) == before
+    assert held() is model.head.weight is model.embedding.weight
+    assert moved.nbytes >= model.head.weight.nbytes
+    assert not imported.holds(model.head.weight.data_ptr())
+    assert eventually(lambda: readers(service) == 0)
+    with torch.no_grad():
+        model.head.weight.zero_()
+    again, _ = load(service)
+    assert snapshot(again) == before
+
+
+def test_old_bytes_come_back_from_memory_that_was_kept(service):
+    model, _, before, _, moved = moved_to_private_memory(service, keep=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert snapshot(model) != before
+
+    moved.bring_back()
+
+    assert snapshot(model) == before
+
+
+def test_a_paused_generation_leaves_zeros(service):
+    publish(service, randomize(TinyModel(), 3)).close()
+    model, imported = load(service)
+    imported.pause()
+
+    moved = make_private(adapter_of(), model, imported, keep=True)
+
+    assert moved.nbytes
+    assert not model.head.weight.any()
+
+
+def test_what_looks_at_the_memory_from_outside_refuses_the_move(service):
+    """It would go on with the old bytes, and nobody would notice."""
+    publish(service, randomize(TinyModel(), 3)).close()
+    model, imported = load(service)
+    address = model.head.weight.data_ptr()
+
+    view = model.head.weight.detach()[1:]
+
+    def cached():
+        return view
+
+    with pytest.raises(NotAvailable, match="tensors outside of the model"):
+        make_private(adapter_of(), model, imported, keep=False)
+    assert model.head.weight.data_ptr() == address
+    assert cached().data_ptr() > address
+    other = randomize(TinyModel(), 4)
+    hidden = [other.head.weight.data]
+    with pytest.raises(NotAvailable, match="1 tensors outside of the model"):
+        publish(service, other, adapter=adapter_of(config=adapter_config("r2")))
+    assert hidden[0].data_ptr() == other.head.weight.data_ptr()
+
+
 def test_resume_without_a_service_stays_paused(tmp_path):
     with serving(tmp_path / "gms.sock") as path:
         publish(path, randomize(TinyModel(), 3)).close()
@@ -377,8 +456,8 @@ def publish_raw(path, model):
 
 def test_a_raw_checkpoint_is_bound_by_name(service):
     holder = nn.Module()
-    for name, value in {"weight": torch.ones(2, 3), "bias": torch.ones(2)}.items():
-        holder.register_parameter(name, nn.Parameter(value))
+    for name, shape in {"weight": (2, 3), "bias": (2,)}.items():
+        holder.register_parameter(name, nn.Parameter(torch.ones(shape)))
     publish_raw(service, holder)
 
     loaded, _ = load(service, meta(lambda: nn.Linear(3, 2)))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sglang_cpu.environment import ROOT, engine_environment
+from tests.support.sglang_cpu.environment import ROOT, engine_environment, service_device
 
 
 def new_registry(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -36,8 +36,8 @@ def serving(checkpoint: Path, registry: str, *, revision: str, model_name: str) 
 
 @contextmanager
 def keeping(socket: str) -> Iterator[int]:
-    """`modelexpress gms serve` as a process; gives its pid."""
-    with _command("gms", "serve", "--socket", socket) as pid:
+    """`modelexpress gms serve` as a process, of memory of the engines' device; gives its pid."""
+    with _command("gms", "serve", "--socket", socket, "--device", service_device()) as pid:
         yield pid
 
 

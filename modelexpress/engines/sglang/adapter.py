@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from modelexpress.adapter import EngineAdapter
 from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.config import Config
 from modelexpress.discovery import Discovery, FoundTensor, discover
-from modelexpress.engines.coverage import Expectation, Weights, load_rehearsed, rehearse
+from modelexpress.engines.coverage import Expectation, Rehearsed, Weights, load_rehearsed, rehearse
 from modelexpress.engines.sglang.identity import sglang_identity
-from modelexpress.engines.sglang.publication import LoadedWeights
+from modelexpress.engines.sglang.resident import ResidentWeights
 from modelexpress.errors import CheckpointError, NotAvailable
 from modelexpress.manifest import Manifest, WeightsIdentity
 
@@ -56,7 +56,7 @@ _QUANTIZED_WITH_EMPTY_BIASES = ("gptq", "gptq_marlin", "awq", "awq_marlin")
 
 
 # Objects that hang on SGLang's modules and are no part of their weights. The configuration is in the identity.
-_FOREIGN = (PretrainedConfig, QuantizationConfig, GroupCoordinator, LoadedWeights)
+_FOREIGN = (PretrainedConfig, QuantizationConfig, GroupCoordinator, ResidentWeights)
 
 
 class SglangAdapter(EngineAdapter):
@@ -75,7 +75,7 @@ class SglangAdapter(EngineAdapter):
         self._config = config
         self._model_config = model_config
         self._load_config = load_config
-        self._device = device
+        self.device = device
         self._identity: WeightsIdentity | None = None
         self._as_loaded: _Loaded | None = None
         self._left_out: frozenset[str] = frozenset()  # of a draft model: what its target gives it
@@ -86,7 +86,7 @@ class SglangAdapter(EngineAdapter):
                 self._checkpoint,
                 self._config,
                 self._model_config,
-                device=self._device,
+                device=self.device,
                 draft_index=self._load_config.draft_model_idx,
             )
         return self._identity
@@ -94,7 +94,7 @@ class SglangAdapter(EngineAdapter):
     def initialize(self) -> nn.Module:
         self._as_loaded = None
         quantization = engine._get_quantization_config(self._model_config, self._load_config)
-        with set_default_torch_dtype(self._model_config.dtype), self._device:
+        with set_default_torch_dtype(self._model_config.dtype), self.device:
             module: nn.Module = engine._initialize_model(self._model_config, self._load_config, quantization)
             return module
 
@@ -109,13 +109,31 @@ class SglangAdapter(EngineAdapter):
         return True
 
     def load_checkpoint(self, module: nn.Module, tensors: CheckpointTensors) -> int:
-        self._require_one_folder(module, tensors.label)
+        rehearsed = self.rehearse(module, tensors.manifest, tensors.label)
+        self._left_out = self._of_the_target(module) & rehearsed.unfilled
         expected = self._expectation(module)
         with set_default_torch_dtype(self._model_config.dtype), torch.no_grad():
-            with _without_post_load(module):
-                rehearsed = rehearse(module, tensors.manifest, tensors.label, self._load_weights, expected)
-            self._left_out = self._of_the_target(module) & rehearsed.unfilled
             return load_rehearsed(module, tensors.tensors(), tensors.label, self._load_weights, expected, rehearsed)
+
+    def rehearse(self, module: nn.Module, checkpoint: Manifest, label: str, *, partly: bool = False) -> Rehearsed:
+        """What loading these tensors would do to the model, which is not touched.
+
+        Args:
+            partly: they need not fill the model.
+
+        Raises:
+            CheckpointError: they do not fit; names tensors.
+        """
+        self._require_one_folder(module, label)
+        expected = self._expectation(module)
+        with set_default_torch_dtype(self._model_config.dtype), torch.no_grad(), _without_post_load(module):
+            return rehearse(module, checkpoint, label, self._load_weights, expected, partly=partly)
+
+    def for_update(self, checkpoint: Path, config: Config) -> SglangAdapter:
+        """The adapter of other weights for the model that was loaded by this one."""
+        adapter = SglangAdapter(checkpoint, config, self._model_config, self._load_config, self.device)
+        adapter._as_loaded, adapter._left_out = self._as_loaded, self._left_out
+        return adapter
 
     def finalize(self, module: nn.Module, *, from_checkpoint: bool) -> None:
         with set_default_torch_dtype(self._model_config.dtype), torch.no_grad():
@@ -123,9 +141,10 @@ class SglangAdapter(EngineAdapter):
                 self._process(module)
             else:
                 _renew_numbers(module)  # every tensor has its final bytes already, derived ones included
-        found = self.tensors(module)
-        names = frozenset(each.name for each in found.tensors)
-        self._as_loaded = _Loaded(names, found.scalars)
+        found, before = self._found_now(module), self._as_loaded
+        if before is not None:  # an update: by now there is more on the model than its weights
+            found = before.among(found)
+        self._as_loaded = _Loaded(frozenset(each.name for each in found.tensors), found.scalars)
 
     def tensors(self, module: nn.Module) -> Discovery:
         """What makes up the weights. After a load: what did so when it ended.
@@ -133,13 +152,17 @@ class SglangAdapter(EngineAdapter):
         SGLang goes on to hang hooks, kernels and adapters on the model before it serves, and a target that is being
         loaded has none of them yet.
         """
+        found = self._found_now(module)
+        if self._as_loaded is None:
+            return found
+        return replace(self._as_loaded.among(found), scalars=self._as_loaded.scalars)
+
+    def _found_now(self, module: nn.Module) -> Discovery:
         found = discover(module, foreign=_FOREIGN)
         # Rotary tables belong to the process: every model with equal settings shares one, made from the configuration.
         shared = {id(table) for each in rotary._ROPE_DICT.values() for table in each.buffers()}
         tensors = tuple(_unwrapped(each) for each in found.tensors if id(each.tensor) not in shared)
         tensors = tuple(each for each in tensors if each.name not in self._left_out)
-        if self._as_loaded is not None:
-            return self._as_loaded.among(tensors)
         own = {
             f"{prefix}.{name}".lstrip(".")
             for prefix, each in module.named_modules()
@@ -151,18 +174,18 @@ class SglangAdapter(EngineAdapter):
         if self._load_config.draft_model_idx is not None:
             weights = engine.DefaultModelLoader._filter_mtp_weights(weights, "", self._load_config.draft_model_idx)
         if hasattr(engine.DefaultModelLoader, "load_weights_only"):
-            engine.DefaultModelLoader.load_weights_only(module, weights, self._device)
+            engine.DefaultModelLoader.load_weights_only(module, weights, self.device)
         else:
             module.load_weights(weights)  # type: ignore[operator]  # every model of SGLang has it
 
     def _process(self, module: nn.Module) -> None:
         if hasattr(engine.DefaultModelLoader, "postprocess_weights"):
-            engine.DefaultModelLoader.postprocess_weights(module, self._device)
+            engine.DefaultModelLoader.postprocess_weights(module, self.device)
             return
         for each in list(module.modules()):
             method = getattr(each, "quant_method", None)
             if method is not None:
-                with engine.device_loading_context(each, self._device):
+                with engine.device_loading_context(each, self.device):
                     method.process_weights_after_loading(each)
 
     def _require_one_folder(self, module: nn.Module, label: str) -> None:
@@ -213,17 +236,18 @@ class _Loaded:
     names: frozenset[str]
     scalars: tuple[tuple[str, str], ...]
 
-    def among(self, tensors: tuple[FoundTensor, ...]) -> Discovery:
-        """The tensors of then, where they lie now.
+    def among(self, found: Discovery) -> Discovery:
+        """The tensors and the numbers of then, where and what they are now.
 
         Raises:
             NotAvailable: one is gone; names it.
         """
-        kept = tuple(each for each in tensors if each.name in self.names)
+        kept = tuple(each for each in found.tensors if each.name in self.names)
         gone = sorted(self.names - {each.name for each in kept})
         if gone:
             raise NotAvailable(f"{len(gone)} tensors of the loaded model are not there any more, like {gone[0]!r}")
-        return Discovery(kept, self.scalars)
+        numbers = {name for name, _ in self.scalars}
+        return Discovery(kept, tuple(each for each in found.scalars if each[0] in numbers))
 
 
 def _unwrapped(found: FoundTensor) -> FoundTensor:

@@ -62,7 +62,7 @@ def sglang_identity(
         NotAvailable: it cannot be named: SGLang does not say its ranks, experts or tensors move at run time, or
             the checkpoint cannot be named.
     """
-    arguments = _server_arguments()
+    arguments = server_arguments()
     _refuse_moving_weights(arguments)
     model, revision = content_of(checkpoint, config)
     extra = {name: _text(arguments[name]) for name in _ARGUMENTS if name in arguments}
@@ -98,7 +98,12 @@ def sglang_identity(
     )
 
 
-def _server_arguments() -> Mapping[str, Any]:
+def server_arguments() -> Mapping[str, Any]:
+    """SGLang's arguments as they are in force in this process.
+
+    Raises:
+        NotAvailable: this SGLang does not say them.
+    """
     try:
         from sglang.srt.runtime_context import get_context
     except ImportError as exc:

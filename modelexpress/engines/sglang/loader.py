@@ -16,12 +16,15 @@ from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
 from torch import nn
 
-from modelexpress.api import load_root
+from modelexpress.api import fill_root
 from modelexpress.checkpoint.index import open_index
 from modelexpress.config import Config, resolve_config
+from modelexpress.engines.sglang import failover, memory
 from modelexpress.engines.sglang.adapter import SglangAdapter
-from modelexpress.engines.sglang.publication import keep
-from modelexpress.errors import ConfigError
+from modelexpress.engines.sglang.lifecycle import keep, resident_of
+from modelexpress.engines.sglang.regions import publish_outside
+from modelexpress.engines.sglang.resident import ResidentWeights
+from modelexpress.errors import CheckpointError, ConfigError
 from modelexpress.strategies.disk import open_files
 
 logger = logging.getLogger(__name__)
@@ -64,7 +67,9 @@ class ModelExpressLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang ha
         return self.fill(None, model_config=model_config, device_config=device_config).eval()
 
     def fill(self, module: nn.Module | None, *, model_config: Any, device_config: Any) -> nn.Module:
-        """Run the chain on a model that SGLang built, or on one that is built now; publish it where that is asked.
+        """Run the chain on a model that SGLang built, or on one that is built now; see to it from then on.
+
+        It is published where that is asked, when SGLang has left its memory regions.
 
         Raises: as `load_model`.
         """
@@ -78,9 +83,30 @@ class ModelExpressLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang ha
         device = torch.device(device_config.device)
         adapter = SglangAdapter(checkpoint, config, model_config, self.load_config, device)
         root = adapter.initialize if module is None else lambda: module
-        report = load_root(adapter, root, checkpoint, config, fetch=fetch)
-        logger.info("modelexpress loaded %s: %s", path, report.to_json())
-        return keep(report)
+        role = failover.claim(config, lambda: adapter.identity().key)
+        if role is not None:
+            config = role.config
+        memory.prepare(config, draft=bool(getattr(model_config, "is_draft_model", False)))
+        filled = fill_root(adapter, root, checkpoint, config, fetch=fetch)
+        logger.info("modelexpress loaded %s: %s", path, filled.report.to_json())
+        memory.tell(self, filled.report)
+        resident = ResidentWeights(filled, adapter, lambda name: self._folder(name, None), loader=type(self), role=role)
+        keep(resident)
+        publish_outside(resident)
+        return resident.model
+
+    def load_weights_and_postprocess(self, model: nn.Module, weights: Any, target_device: torch.device) -> None:
+        """What a live update calls: weights that were prepared are loaded by modelexpress; `weights` are not read.
+
+        SGLang calls it again when it raised, to go back. The old weights are brought back when its update ends.
+
+        Raises: as a load.
+        """
+        resident = resident_of(model)
+        if resident is None or not resident.updating:
+            super().load_weights_and_postprocess(model, weights, target_device)
+        elif resident.broken is None:
+            resident.load_prepared()
 
     def download_model(self, model_config: Any) -> None:
         """Fetch the files of a hub name; a folder has them."""
@@ -90,6 +116,8 @@ class ModelExpressLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang ha
         """Where the files of a model are, downloaded by SGLang's own code where they are not on this machine."""
         if os.path.isdir(model):
             return Path(model)
+        if os.path.isabs(model) or model.startswith("."):  # no name of the hub's
+            raise CheckpointError(f"{model}: there is no such folder on this machine")
         folder, _, _ = self._prepare_weights(model, revision, fall_back_to_pt=False)
         return Path(folder)
 

@@ -1,6 +1,7 @@
-"""The plugin that SGLang loads in each of its processes: it makes `modelexpress` a load format, and nothing else.
+"""The plugin that SGLang loads in each of its processes: it makes `modelexpress` a load format.
 
-Nothing heavy is imported here: servers that use another format pay for a comparison of two strings.
+It also sees when SGLang opens and leaves its memory regions. Nothing heavy is imported here: servers that use another
+format pay for a comparison of two strings.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ NAME = "modelexpress"
 _CHOICES = "sglang.srt.server_args.add_load_format_choices"
 _HOOKS = "sglang.srt.plugins.hook_registry.HookRegistry"
 _GATE = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
+_REGIONS = tuple(
+    f"sglang.srt.utils.torch_memory_saver_adapter._TorchMemorySaverAdapter{kind}.region" for kind in ("Real", "Noop")
+)
 _WORKING = "0.5.13 to 0.5.23"
 
 
@@ -36,6 +40,9 @@ def register() -> None:
     if NAME not in LOAD_FORMAT_CHOICES:
         add_load_format_choices([NAME])
     HookRegistry.register(_GATE, _choose_loader, HookType.AROUND)
+    for region in _REGIONS:
+        if _find(region) is not None:
+            HookRegistry.register(region, _around_region, HookType.AROUND)
 
 
 def _choose_loader(original: Callable[..., Any], load_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,6 +54,12 @@ def _choose_loader(original: Callable[..., Any], load_config: Any, *args: Any, *
         load_config.load_format = ModelExpressLoader
         return None
     return original(load_config, *args, **kwargs)
+
+
+def _around_region(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from modelexpress.engines.sglang.regions import around_region
+
+    return around_region(original, *args, **kwargs)
 
 
 def _find(dotted: str) -> object | None:
