@@ -222,6 +222,8 @@ def match_model(contents: Contents, adapter: EngineAdapter, module: nn.Module) -
         found = discovery.tensors
         target = manifest_of(found, discovery.scalars, meta=True)
         match = match_layouts(contents.manifest, target)
+    for device in {contents.manifest.storages[match.spans[index].storage].device for index in match.pairs}:
+        _refuse_absent(device)
     for span in match.pairs.values():
         _refuse_unaligned(span, target)
     _refuse_unreachable(found)
@@ -400,6 +402,16 @@ def _refuse_unaligned(span: Span, manifest: Manifest) -> None:
     for name in span.names if specs else ():
         if (specs[name].offset - span.offset) % DTYPE_NBYTES[specs[name].dtype]:
             raise NotAvailable(f"tensor {name!r} begins in the middle of an element of the memory that it shares")
+
+
+def _refuse_absent(device: str) -> None:
+    """What may be written to is copied to where its writer had it, and this process may not have such a device."""
+    if device == "cpu":
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as exc:  # torch asserts that it was built for the device
+        raise NotAvailable(f"the generation has tensors on {device}, which cannot be used here: {exc}") from exc
 
 
 def _refuse_unreachable(found: Iterable[FoundTensor]) -> None:
