@@ -8,6 +8,7 @@ never a tensor, so it can be sent, stored and compared. Nothing here imports tor
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
@@ -310,6 +311,8 @@ def _impossible(tensor: TensorSpec, storages: tuple[StorageSpec, ...]) -> str | 
         return f"{len(tensor.shape)} sizes and {len(tensor.stride)} strides"
     if min((*tensor.shape, *tensor.stride, tensor.offset)) < 0:
         return "a negative size, stride or offset"
+    if math.prod([size or 1 for size in tensor.shape]) >= 1 << 60 or max((*tensor.stride, tensor.offset)) >= 1 << 63:
+        return "sizes that overflow"  # torch cannot make it, even where it has no elements
     if tensor.storage == NO_STORAGE:
         return None if 0 in tensor.shape else "it has elements and no storage"
     if not 0 <= tensor.storage < len(storages):

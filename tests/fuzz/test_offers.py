@@ -124,6 +124,16 @@ def test_pieces_are_counted_before_they_are_made():
             TensorSpec("t", -1, 0, ((1 << 62),) * 100_000 + (0,), (1,) * 100_001, "uint8", "buffer"),
             "100,001 dimensions",
         ),
+        (
+            StorageSpec(8, 1, "cpu"),
+            TensorSpec("t", -1, 0, (1 << 63, 0), (1, 1), "uint8", "buffer"),
+            "sizes that overflow",
+        ),
+        (
+            StorageSpec(8, 1, "cpu"),
+            TensorSpec("t", 0, 0, (1 << 62,), (0,), "uint8", "buffer"),
+            "sizes that overflow",
+        ),
     ],
 )
 def test_manifests_that_no_machine_has_are_impossible(storage, tensor, reason):
@@ -194,6 +204,9 @@ class Recorder(Connection):
 
 @fuzzed
 @given(data=OFFERS)
+@example(  # a TypeError of torch went up
+    data=Offer(Manifest((), (TensorSpec("e", -1, 0, (1 << 63, 0), (1, 1), "uint8", "buffer"),)), b"", b"").encode()
+)
 def test_raw_tensors_of_a_peer_are_refused_or_read_into_memory_of_their_size(data):
     try:
         offer = decode_offer(data)
