@@ -21,6 +21,7 @@ from modelexpress.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 STRATEGIES = ("rdma", "gms", "disk")
+TRANSPORTS = ("host", "nixl")
 ENV_PREFIX = "MX_"
 
 _MOST_SECONDS = 366 * 24 * 3600  # far below what clocks and sockets overflow at
@@ -46,6 +47,8 @@ class Config:
         model_name: goes with `revision`; default: the hub's model name or the folder's name.
         verify: check bytes that came from another process against the checksums of their source: on, off,
             or sampled (one piece in eight). On disk it applies where checksums were recorded.
+        transports: ways to a peer, tried in this order: host (the kernel copies from a process of this host), nixl
+            (RDMA, host shared memory or TCP). A source offers itself by all of them.
         publish: serve the weights to others once they are loaded: in the registry, in the memory service, or
             both, whichever is set.
         publish_when: offer them to peers as soon as they are loaded, or when the engine is ready to serve. Without
@@ -66,6 +69,7 @@ class Config:
     revision: str | None = None
     model_name: str | None = None
     verify: Literal["on", "off", "sampled"] = "on"
+    transports: tuple[str, ...] = TRANSPORTS
     publish: bool = False
     publish_when: Literal["loaded", "ready"] = "loaded"
     strict: bool = False
@@ -196,19 +200,22 @@ def _flag(value: object) -> bool:
     return words[value.lower()]
 
 
-def _strategies(value: object) -> tuple[str, ...]:
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise TypeError
-    names = tuple(name.strip() for name in names)
-    unknown = [name for name in names if name not in STRATEGIES]
-    if unknown:
-        raise _Because(f"unknown strategy {unknown[0]!r}")
-    if len(set(names)) != len(names):
-        raise _Because("a strategy is named twice")
-    if not names:
-        raise _Because("no strategy is named")
-    return names
+def _some_of(kind: str, known: tuple[str, ...]) -> Callable[[object], tuple[str, ...]]:
+    def parse(value: object) -> tuple[str, ...]:
+        names = value.split(",") if isinstance(value, str) else value
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise TypeError
+        names = tuple(name.strip() for name in names)
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise _Because(f"unknown {kind} {unknown[0]!r}")
+        if len(set(names)) != len(names):
+            raise _Because(f"a {kind} is named twice")
+        if not names:
+            raise _Because(f"no {kind} is named")
+        return names
+
+    return parse
 
 
 def _one_of(*words: str) -> Callable[[object], str]:
@@ -224,13 +231,14 @@ _SECONDS = (_seconds, "a positive number of seconds, like 30, of at most a year"
 _COUNT = (_count, "a whole number from 1 to 1024")
 _FLAG = (_flag, "true or false")
 _PARSERS: Mapping[str, tuple[Callable[[object], object], str]] = {
-    "strategies": (_strategies, f"some of {','.join(STRATEGIES)}, in the order to try them"),
+    "strategies": (_some_of("strategy", STRATEGIES), f"some of {','.join(STRATEGIES)}, in the order to try them"),
     "registry": (_text, "a URL like file:///run/user/1000/modelexpress or redis://host:6379/0"),
     "gms": (_text, "the path of a socket"),
     "takeover_lock": (_text, "the path of a file, the same for all that stand in for each other"),
     "revision": (_text, "a name for the checkpoint's content, like a commit hash"),
     "model_name": (_text, "a model's name, like org/model"),
     "verify": (_one_of("on", "off", "sampled"), "on, off or sampled"),
+    "transports": (_some_of("transport", TRANSPORTS), f"some of {','.join(TRANSPORTS)}, in the order to try them"),
     "publish": _FLAG,
     "publish_when": (_one_of("loaded", "ready"), "loaded or ready"),
     "strict": _FLAG,

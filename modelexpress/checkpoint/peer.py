@@ -10,23 +10,23 @@ from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.discovery import FoundTensor, manifest_of, torch_dtype
 from modelexpress.manifest import PIECE_NBYTES, Manifest, batches
 from modelexpress.plan import TransferPlan, plan_checkpoint
-from modelexpress.transport import Arrived, Connection
+from modelexpress.stripe import Stripe
+from modelexpress.transport import Arrived, Moved
 
 # Small tensors are asked for together, so that a round trip is paid per block and not per tensor.
 _BLOCK_NBYTES = 4 * PIECE_NBYTES
 
 
 class PeerTensors(CheckpointTensors):
-    """Raw tensors behind a connection. The connection's owner closes it."""
+    """Raw tensors in other processes' memory. The stripe's owner closes it."""
 
-    def __init__(self, label: str, manifest: Manifest, connection: Connection, *, deadline: float) -> None:
+    def __init__(self, label: str, stripe: Stripe) -> None:
         self.label = label
-        self.manifest = manifest
-        self._connection = connection
-        self._deadline = deadline
+        self.manifest = stripe.offer().manifest
+        self._stripe = stripe
 
-    def read(self, plan: TransferPlan, *, arrived: Arrived | None = None) -> None:
-        self._connection.read(plan, deadline=self._deadline, arrived=arrived)
+    def read(self, plan: TransferPlan, *, arrived: Arrived | None = None, moved: Moved | None = None) -> None:
+        self._stripe.read(plan, arrived=arrived, moved=moved)
 
     def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = None if names is None else set(names)
