@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from modelexpress import lanes
 from modelexpress.errors import NotAvailable, RecoveryFailed, TransferFailed
 from modelexpress.manifest import PIECE_NBYTES, Manifest, StorageSpec
 from modelexpress.plan import plan_transfer
@@ -92,10 +93,15 @@ def test_reads_another_process(transport, wire):
 
 def test_lanes_share_the_work(peer, monkeypatch):
     monkeypatch.setattr(nixl_transport, "_LANE_NBYTES", PIECE_NBYTES)
-    movers = set()
+    movers, all_there = set(), threading.Barrier(3)
+
+    def arrived(chunk):
+        if threading.get_ident() not in movers:  # the fourth chunk is anybody's
+            movers.add(threading.get_ident())
+            all_there.wait(20)
 
     with closing(NixlTransport(lanes=3, connect_timeout_s=5)) as transport:
-        target = load(transport, peer, arrived=lambda chunk: movers.add(threading.get_ident()))
+        target = load(transport, peer, arrived=arrived)
 
     assert holds(target)
     assert len(movers) == 3
@@ -252,7 +258,7 @@ def test_nothing_arrives_from_a_stopped_source_that_goes_on_after_the_deadline(
 
 def test_a_lane_that_never_comes_back_makes_the_memory_unusable(transport, peer, monkeypatch):
     woken = threading.Event()
-    monkeypatch.setattr(nixl_transport, "_GRACE_S", 0.5)
+    monkeypatch.setattr(lanes, "GRACE_S", 0.5)
     connection = transport.connect(peer.endpoint, deadline=soon())
     monkeypatch.setattr(nixl_transport._Agent, "read", lambda *_: woken.wait(60))
     deadline = soon(0.2)
