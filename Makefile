@@ -11,7 +11,7 @@ SGLANG_VENV  := .venv-sglang
 SGLANG_BIN   := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 
-.PHONY: help setup setup-sglang demo test test-sglang test-sglang-fleet check bench format clean
+.PHONY: help setup setup-sglang demo test test-sglang test-sglang-fleet fuzz check bench format clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -47,6 +47,10 @@ test-sglang: $(SGLANG_STAMP) redis-server  ## Run the tests on the real SGLang a
 
 test-sglang-fleet: $(SGLANG_STAMP)  ## Compare whole servers, four for each kind of model: takes half an hour
 	env -u PYTHONDONTWRITEBYTECODE $(SGLANG_BIN)/python -m pytest tests/sglang -m fleet
+
+N ?= 2000
+fuzz: $(STAMP) redis-server  ## Try N hostile inputs on every border (make fuzz N=100000; 2000 are ten minutes)
+	FUZZ_EXAMPLES=$(N) $(BIN)/python -m pytest tests/fuzz --timeout 0
 
 check: $(STAMP)  ## Lint, formatting, types
 	$(BIN)/ruff check .

@@ -23,9 +23,11 @@ from modelexpress.gms.backend import device_of, memory_backend
 from modelexpress.gms.client import Imported, Staging, Where, open_session
 from modelexpress.gms.memory import HostMemory
 from modelexpress.gms.weights import publish_model
+from modelexpress.host_transport import HostTransport
 from modelexpress.identity import content_of, label, module_identity
 from modelexpress.manifest import NO_STORAGE, Manifest, StorageSpec, content_key
 from modelexpress.model_root import ModelRoot
+from modelexpress.peer_transport import PeerTransport
 from modelexpress.plan import plan_checkpoint
 from modelexpress.registry.base import Registry
 from modelexpress.registry.open import open_registry
@@ -333,8 +335,23 @@ def default_chain(
         yield LoadStrategyChain(strategies, strict=config.strict, refused=refused)
 
 
-def nixl_transport(config: Config) -> Callable[[], Transport]:
-    """What opens a NIXL transport.
+def peer_transport(config: Config) -> Callable[[], Transport]:
+    """What opens the transports of the config.
+
+    Raises:
+        NotAvailable: NIXL is the only one, and is not installed or cannot be imported here.
+    """
+    ways: dict[str, Callable[[], Transport]] = {
+        "host": lambda: HostTransport(lanes=config.threads),
+        "nixl": lambda: nixl_transport(config),
+    }
+    if config.transports == ("nixl",):
+        nixl_transport(config).close()
+    return lambda: PeerTransport({name: ways[name] for name in config.transports})
+
+
+def nixl_transport(config: Config) -> Transport:
+    """A NIXL transport; it makes its agents when they are needed.
 
     Raises:
         NotAvailable: NIXL is not installed or cannot be imported here.
@@ -343,7 +360,7 @@ def nixl_transport(config: Config) -> Callable[[], Transport]:
         from modelexpress.nixl_transport import NixlTransport
     except ImportError as exc:
         raise NotAvailable(f"NIXL cannot be imported ({exc}); pip install 'modelexpress[nixl]'") from exc
-    return lambda: NixlTransport(lanes=config.threads, connect_timeout_s=config.connect_timeout_s)
+    return NixlTransport(lanes=config.threads, connect_timeout_s=config.connect_timeout_s)
 
 
 def registry_of(config: Config) -> Registry:
@@ -357,7 +374,7 @@ def registry_of(config: Config) -> Registry:
 
 
 def _rdma(config: Config, services: ExitStack) -> LoadStrategy:
-    open_transport = nixl_transport(config)
+    open_transport = peer_transport(config)
     registry = services.enter_context(closing(registry_of(config)))
     return RdmaFromPeer(
         registry,
@@ -365,6 +382,7 @@ def _rdma(config: Config, services: ExitStack) -> LoadStrategy:
         verify=config.verify,
         transfer_timeout_s=config.transfer_timeout_s,
         max_sources=config.max_sources,
+        together=not config.strict,
     )
 
 
@@ -395,7 +413,7 @@ def _source(served: Served, config: Config) -> WeightSource:
     return WeightSource(
         served,
         lambda: registry_of(config),
-        nixl_transport(config),
+        peer_transport(config),
         checksums=config.verify != "off",
         threads=config.threads,
         lease_ttl_s=config.lease_ttl_s,

@@ -14,16 +14,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
-
+from modelexpress.checkpoint.strict_json import parse_object
 from modelexpress.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 STRATEGIES = ("rdma", "gms", "disk")
+TRANSPORTS = ("host", "nixl")
 ENV_PREFIX = "MX_"
 
 _MOST_SECONDS = 366 * 24 * 3600  # far below what clocks and sockets overflow at
+_SECRET = frozenset({"signing_key", "registry"})  # values that no message may repeat: a URL holds a password
 _MOST_LANES = 8  # above this many parallel reads no machine measured so far moved more bytes
 
 
@@ -37,7 +38,8 @@ class Config:
 
     Attributes:
         strategies: ways to load, tried in this order: rdma (from a peer), gms (from a memory service), disk.
-        registry: where sources are found: file:///absolute/dir, redis://host:port/db or rediss://.
+        registry: where sources are found: file:///absolute/dir, redis://host:port/db or rediss://. May hold a
+            password, so it is not in the repr.
         gms: socket of a memory service on this host, which keeps weights when engines end.
         takeover_lock: a file that all replicas which stand in for each other name: who locks it serves, and the
             others wait asleep and take over when the owner dies. Needs `gms`, and an engine.
@@ -46,6 +48,8 @@ class Config:
         model_name: goes with `revision`; default: the hub's model name or the folder's name.
         verify: check bytes that came from another process against the checksums of their source: on, off,
             or sampled (one piece in eight). On disk it applies where checksums were recorded.
+        transports: ways to a peer, tried in this order: host (the kernel copies from a process of this host), nixl
+            (RDMA, host shared memory or TCP). A source offers itself by all of them.
         publish: serve the weights to others once they are loaded: in the registry, in the memory service, or
             both, whichever is set.
         publish_when: offer them to peers as soon as they are loaded, or when the engine is ready to serve. Without
@@ -60,12 +64,13 @@ class Config:
     """
 
     strategies: tuple[str, ...] = STRATEGIES
-    registry: str | None = None
+    registry: str | None = field(default=None, repr=False)
     gms: str | None = None
     takeover_lock: str | None = None
     revision: str | None = None
     model_name: str | None = None
     verify: Literal["on", "off", "sampled"] = "on"
+    transports: tuple[str, ...] = TRANSPORTS
     publish: bool = False
     publish_when: Literal["loaded", "ready"] = "loaded"
     strict: bool = False
@@ -95,7 +100,7 @@ def resolve_config(
     for origin, given in (("extra-config key", _as_mapping(extra_config)), ("option", options)):
         for name, value in given.items():
             if name not in _PARSERS:
-                raise ConfigError(f"unknown {origin} {name!r}{_did_you_mean(name)}")
+                raise ConfigError(f"unknown {origin} {name!r:.200}{_did_you_mean(str(name))}")
             if value is not None:
                 values[name] = _parse(name, value, f"{origin} {name}")
     config = Config(**values)
@@ -135,9 +140,9 @@ def _as_mapping(extra_config: str | Mapping[str, object] | None) -> Mapping[str,
         return {}
     if isinstance(extra_config, str):
         try:
-            extra_config = msgspec.json.decode(extra_config)
-        except msgspec.DecodeError as exc:
-            raise ConfigError(f'extra-config is not JSON: {exc}; write it like {{"verify": "on"}}') from exc
+            extra_config = parse_object(extra_config.strip().encode())
+        except ValueError as exc:
+            raise ConfigError(f'extra-config is no JSON object: {exc}; write it like {{"verify": "on"}}') from None
     if not isinstance(extra_config, Mapping):
         raise ConfigError(f"extra-config is a {type(extra_config).__name__}; it must be a JSON object")
     return extra_config
@@ -147,8 +152,8 @@ def _parse(name: str, value: object, origin: str) -> object:
     parser, form = _PARSERS[name]
     try:
         return parser(value)
-    except (TypeError, ValueError) as exc:
-        shown = "..." if name == "signing_key" else repr(value)
+    except (TypeError, ValueError, OverflowError) as exc:
+        shown = "..." if name in _SECRET else f"{value!r:.200}"
         detail = f" ({exc})" if isinstance(exc, _Because) else ""
         raise ConfigError(f"{origin} is {shown}{detail}; give {form}") from None
 
@@ -196,19 +201,22 @@ def _flag(value: object) -> bool:
     return words[value.lower()]
 
 
-def _strategies(value: object) -> tuple[str, ...]:
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise TypeError
-    names = tuple(name.strip() for name in names)
-    unknown = [name for name in names if name not in STRATEGIES]
-    if unknown:
-        raise _Because(f"unknown strategy {unknown[0]!r}")
-    if len(set(names)) != len(names):
-        raise _Because("a strategy is named twice")
-    if not names:
-        raise _Because("no strategy is named")
-    return names
+def _some_of(kind: str, known: tuple[str, ...]) -> Callable[[object], tuple[str, ...]]:
+    def parse(value: object) -> tuple[str, ...]:
+        names = value.split(",") if isinstance(value, str) else value
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise TypeError
+        names = tuple(name.strip() for name in names)
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise _Because(f"unknown {kind} {unknown[0]!r:.60}")
+        if len(set(names)) != len(names):
+            raise _Because(f"a {kind} is named twice")
+        if not names:
+            raise _Because(f"no {kind} is named")
+        return names
+
+    return parse
 
 
 def _one_of(*words: str) -> Callable[[object], str]:
@@ -224,13 +232,14 @@ _SECONDS = (_seconds, "a positive number of seconds, like 30, of at most a year"
 _COUNT = (_count, "a whole number from 1 to 1024")
 _FLAG = (_flag, "true or false")
 _PARSERS: Mapping[str, tuple[Callable[[object], object], str]] = {
-    "strategies": (_strategies, f"some of {','.join(STRATEGIES)}, in the order to try them"),
+    "strategies": (_some_of("strategy", STRATEGIES), f"some of {','.join(STRATEGIES)}, in the order to try them"),
     "registry": (_text, "a URL like file:///run/user/1000/modelexpress or redis://host:6379/0"),
     "gms": (_text, "the path of a socket"),
     "takeover_lock": (_text, "the path of a file, the same for all that stand in for each other"),
     "revision": (_text, "a name for the checkpoint's content, like a commit hash"),
     "model_name": (_text, "a model's name, like org/model"),
     "verify": (_one_of("on", "off", "sampled"), "on, off or sampled"),
+    "transports": (_some_of("transport", TRANSPORTS), f"some of {','.join(TRANSPORTS)}, in the order to try them"),
     "publish": _FLAG,
     "publish_when": (_one_of("loaded", "ready"), "loaded or ready"),
     "strict": _FLAG,

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import array
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
 
 import xxhash
 
 from modelexpress.errors import ManifestMismatch, VerificationFailed
-from modelexpress.manifest import Manifest, Piece, cut, pieces
+from modelexpress.manifest import PIECE_NBYTES, Manifest, Piece, cut, pieces
 from modelexpress.memory import readable_at
-from modelexpress.plan import Chunk, TransferPlan
+from modelexpress.plan import Chunk, Range, TransferPlan
 
 if TYPE_CHECKING:
     import torch
@@ -54,14 +55,15 @@ class PieceChecksums:
 
     def __init__(self, manifest: Manifest, packed: bytes) -> None:
         self._spans = manifest.spans()
-        self.pieces = tuple(cut(self._spans))
-        self._expected = array.array("Q")
-        self._expected.frombytes(packed[: len(packed) // 8 * 8])
-        if len(self._expected) != len(self.pieces):
+        # Counted before they are made: a manifest from outside may claim more pieces than there is memory.
+        count = sum(-(-span.nbytes // PIECE_NBYTES) for span in self._spans)
+        if len(packed) != 8 * count:
             raise ManifestMismatch(
-                f"there are {len(self._expected)} checksums for {len(self.pieces)} pieces of weights; the source must "
-                "publish with verify on, or load with verify='off'"
+                f"there are {len(packed) / 8:g} checksums for {count} pieces of weights; the source must publish with "
+                "verify on, or load with verify='off'"
             )
+        self._expected = array.array("Q", packed)
+        self.pieces = tuple(cut(self._spans))
 
     def names(self, piece: Piece) -> tuple[str, ...]:
         """The tensors that look at a piece."""
@@ -101,6 +103,21 @@ class Verifier:
         self._plan = plan
         self._expected = PieceChecksums(plan.source, checksums) if mode != "off" else None
         self.chosen = _choose([number for chunk in plan.chunks for number, _ in chunk.pieces], mode)
+        self._steps: dict[int, _Steps] = {}
+
+    def moved(self, chunk: Chunk, start: int, nbytes: int) -> None:
+        """Read ahead what `check` will ask for, while it is in the cache: a step of a chunk that is in place.
+
+        Steps of one chunk come from one thread, follow each other and begin at 0.
+
+        Raises:
+            VerificationFailed: as `check`, as soon as a whole piece is there.
+        """
+        if self._expected is None:
+            return
+        if start == 0:
+            self._steps[chunk.pieces[0][0]] = _Steps(chunk)
+        self._steps[chunk.pieces[0][0]].move(start + nbytes, self._check_step)
 
     def check(self, chunk: Chunk) -> None:
         """Check one chunk that has arrived in the target.
@@ -110,10 +127,47 @@ class Verifier:
         """
         if self._expected is None:
             return
-        for number, part in chunk.pieces:
-            if number in self.chosen:
-                device = self._plan.target.storages[part.target_storage].device
-                self._expected.compare(number, checksum_at(self._plan.target_address(part), part.nbytes, device))
+        steps = self._steps.pop(chunk.pieces[0][0], None) or _Steps(chunk)
+        steps.move(chunk.nbytes, self._check_step)
+
+    def _check_step(self, steps: _Steps, number: int, part: Range, start: int, nbytes: int) -> None:
+        """Take `nbytes` of a piece, from its byte `start` on, into its checksum; compare it when it is whole."""
+        if number not in self.chosen or self._expected is None:
+            return
+        device = self._plan.target.storages[part.target_storage].device
+        address = self._plan.target_address(part) + start
+        if nbytes == part.nbytes:
+            self._expected.compare(number, checksum_at(address, nbytes, device))
+            return
+        if start == 0:
+            steps.hasher.reset()
+        steps.hasher.update(readable_at(address, nbytes, device))
+        if start + nbytes == part.nbytes:
+            self._expected.compare(number, steps.hasher.intdigest())
+
+
+class _Steps:
+    """How far one chunk has been checked."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.hasher = xxhash.xxh3_64()
+        self._pieces = iter(chunk.pieces)
+        self._piece: tuple[int, Range] | None = None
+        self._into = 0  # bytes of the piece
+        self._done = 0  # bytes of the chunk
+
+    def move(self, until: int, check: Callable[[_Steps, int, Range, int, int], None]) -> None:
+        """Call `check` for every byte of the chunk that was not checked yet, up to `until`, piece by piece."""
+        while self._done < until:
+            if self._piece is None:
+                self._piece, self._into = next(self._pieces), 0
+            number, part = self._piece
+            nbytes = min(part.nbytes - self._into, until - self._done)
+            check(self, number, part, self._into, nbytes)
+            self._into += nbytes
+            self._done += nbytes
+            if self._into == part.nbytes:
+                self._piece = None
 
 
 class TensorVerifier:
@@ -138,6 +192,10 @@ class TensorVerifier:
         for number in self._numbers.get(name, ()):
             if number in self._chosen:
                 piece = self._expected.pieces[number]
+                if self._expected.start(piece) + piece.nbytes > tensor.nbytes:
+                    raise VerificationFailed(
+                        f"tensor {name}: it has {tensor.nbytes:,} bytes, and its checksums cover more; it is not used"
+                    )
                 start = tensor.data_ptr() + self._expected.start(piece)
                 self._expected.compare(number, checksum_at(start, piece.nbytes, str(tensor.device)))
 

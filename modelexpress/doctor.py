@@ -60,7 +60,7 @@ def _tried(what: str, run: Callable[[], str]) -> Finding:
 def _try_nixl(config: Config) -> str:
     from modelexpress.manifest import Manifest
 
-    transport = nixl_transport(config)()
+    transport = nixl_transport(config)
     try:
         transport.register(Manifest((), ())).close()
     finally:

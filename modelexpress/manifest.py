@@ -8,6 +8,8 @@ never a tensor, so it can be sent, stored and compared. Nothing here imports tor
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
 from operator import mul
@@ -50,7 +52,9 @@ PIECE_NBYTES = 16 * 1024 * 1024
 
 NO_STORAGE = -1  # the storage of a tensor without elements
 
-_MAX_STORAGE_NBYTES = 1 << 48  # more than any machine maps; keeps sums far below 2**63
+MAX_STORAGE_NBYTES = 1 << 48  # more than any machine maps; keeps sums far below 2**63
+_MAX_DIMENSIONS = 64  # torch's own limit; also keeps the product of sizes cheap
+_DEVICE = re.compile(r"cpu|file|cuda(:[0-9]{1,4})?")
 
 
 class WeightsIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -212,8 +216,12 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             ManifestMismatch: names the first tensor or storage that is impossible.
         """
         for at, storage in enumerate(self.storages):
-            if not (0 < storage.nbytes <= _MAX_STORAGE_NBYTES and 0 <= storage.address < 1 << 63):
+            if not (0 < storage.nbytes <= MAX_STORAGE_NBYTES and 0 <= storage.address < 1 << 63):
                 raise ManifestMismatch(f"storage {at} has {storage.nbytes} bytes at {storage.address:#x}: impossible")
+            if _DEVICE.fullmatch(storage.device) is None:
+                raise ManifestMismatch(
+                    f"storage {at} is on device {storage.device!r:.60}; it must be cpu, cuda:N or file"
+                )
         for before, after in pairwise(self.tensors):
             if before.name >= after.name:
                 raise ManifestMismatch(f"tensor names are not unique and sorted at {after.name!r}")
@@ -221,6 +229,27 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             reason = _impossible(tensor, self.storages)
             if reason:
                 raise ManifestMismatch(f"tensor {tensor.name!r} is impossible: {reason}")
+
+    def raw_spans(self) -> tuple[Span, ...]:
+        """The spans of raw tensors of a checkpoint: each tensor contiguous and in a span of its own.
+
+        A target's tensors are paired with them by name alone, so their bytes must be as many as a contiguous tensor
+        of that shape has.
+
+        Raises:
+            ManifestMismatch: names the first tensor that is not.
+        """
+        for tensor in self.tensors:
+            if not tensor.is_contiguous:
+                raise ManifestMismatch(
+                    f"raw tensor {tensor.name!r} has strides {list(tensor.stride)} for shape {list(tensor.shape)}; "
+                    "a checkpoint's tensors are contiguous"
+                )
+        spans = self.spans()
+        for span in spans:
+            if len(span.names) > 1:
+                raise ManifestMismatch(f"raw tensors {span.names[0]!r} and {span.names[1]!r} lie over each other")
+        return spans
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -276,10 +305,14 @@ def batches(tensors: Iterable[TensorSpec], nbytes: int) -> Iterator[list[TensorS
 def _impossible(tensor: TensorSpec, storages: tuple[StorageSpec, ...]) -> str | None:
     if tensor.dtype not in DTYPE_NBYTES:
         return f"unknown dtype {tensor.dtype!r}"
+    if len(tensor.shape) > _MAX_DIMENSIONS:
+        return f"{len(tensor.shape):,} dimensions, and torch has at most {_MAX_DIMENSIONS}"
     if len(tensor.shape) != len(tensor.stride):
         return f"{len(tensor.shape)} sizes and {len(tensor.stride)} strides"
     if min((*tensor.shape, *tensor.stride, tensor.offset)) < 0:
         return "a negative size, stride or offset"
+    if math.prod([size or 1 for size in tensor.shape]) >= 1 << 60 or max((*tensor.stride, tensor.offset)) >= 1 << 63:
+        return "sizes that overflow"  # torch cannot make it, even where it has no elements
     if tensor.storage == NO_STORAGE:
         return None if 0 in tensor.shape else "it has elements and no storage"
     if not 0 <= tensor.storage < len(storages):

@@ -21,29 +21,26 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import struct
 import threading
 import time
 import traceback
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import nixl
 import numpy as np
-import xxhash
 
 from modelexpress.errors import NotAvailable, RecoveryFailed, StrategyError, TransferFailed
+from modelexpress.frame import framed, unframed
+from modelexpress.lanes import GRACE_S, Reading, in_thread, left, run_lanes
 from modelexpress.manifest import Manifest
 from modelexpress.plan import Chunk, TransferPlan
-from modelexpress.thread_name import name_this_thread
-from modelexpress.transport import Arrived, Connection, Registration, Transport
-
-T = TypeVar("T")
+from modelexpress.transport import Arrived, Connection, Moved, Registration, Transport, Work
 
 # What each NIXL error means to a reader. NIXL 1.5's errors share no base but Exception, so each is named;
 # tests/test_nixl_transport.py::test_every_nixl_error_is_known fails when NIXL brings a new one.
@@ -77,10 +74,6 @@ _LANE_NBYTES = 128 * 1024 * 1024
 # when they went on, and 3 of 3 running ones within 5 readers that gave up). A chunk needs 16 ms.
 _DRAIN_S = 1.0
 
-# How long after the deadline, or after another lane failed, a lane may take to come back. Draining is 1 s,
-# destroying an agent under a READ took 0.08-0.17 s.
-_GRACE_S = 3.0
-
 # Between two looks at a READ. A chunk takes 4 ms (CMA, where it is done before the first look) to 16 ms (TCP).
 _POLL_MIN_S = 20e-6
 _POLL_MAX_S = 200e-6
@@ -89,8 +82,10 @@ _POLL_MAX_S = 200e-6
 _TCP_SEGMENTS = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
 _TCP_SEGMENT = "64k"
 
-_MAGIC = b"MXNIXL\x00\x01"  # the last byte is the version of the frame
-_FRAME = struct.Struct("<8sI16s")  # magic, length of the body, xxh3_128 of the body
+_MAGIC = b"MXNIXL\x00\x01"
+_THREADS = "mx-nixl"
+
+_PROOF_NBYTES = 16
 
 _MEMORY_TYPES = {"cpu": "DRAM", "cuda": "VRAM"}
 
@@ -115,15 +110,19 @@ class NixlTransport(Transport):
         self._opened.append(registration)
         return registration
 
-    def connect(self, endpoint: bytes, *, deadline: float) -> Connection:
+    def connect(self, endpoint: bytes, *, deadline: float, stop: threading.Event | None = None) -> Connection:
         source = _decode_endpoint(endpoint)
         until = min(deadline, time.monotonic() + self._connect_timeout_s)
+
+        def go_on() -> bool:
+            return time.monotonic() < until and not (stop is not None and stop.is_set())
+
         # In a thread, so that a NIXL that blocks cannot hold us. Nothing of the target is registered yet.
-        first = _in_thread(lambda: _Lane(source, lambda: time.monotonic() < until, failure=NotAvailable))
-        wait([first], timeout=_left(until) + _GRACE_S)
+        first = in_thread(lambda: _Lane(source, go_on, failure=NotAvailable), name=_THREADS)
+        wait([first], timeout=left(until) + GRACE_S)
         if not first.done():
             first.add_done_callback(_close_late)
-            raise NotAvailable(f"NIXL did not come back within {self._connect_timeout_s + _GRACE_S:g} s of connecting")
+            raise NotAvailable(f"NIXL did not come back within {self._connect_timeout_s + GRACE_S:g} s of connecting")
         connection = _NixlConnection(source, first.result(), self._lanes)
         self._opened.append(connection)
         return connection
@@ -142,8 +141,7 @@ class _Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 def _encode_endpoint(endpoint: _Endpoint) -> bytes:
-    body = msgspec.msgpack.encode(endpoint)
-    return _FRAME.pack(_MAGIC, len(body), xxhash.xxh3_128_digest(body)) + body
+    return framed(_MAGIC, endpoint)
 
 
 def _decode_endpoint(data: bytes) -> _Endpoint:
@@ -152,25 +150,22 @@ def _decode_endpoint(data: bytes) -> _Endpoint:
     Raises:
         NotAvailable: says what is wrong with it.
     """
-    if len(data) < _FRAME.size:
-        raise NotAvailable(f"the source's endpoint has {len(data)} bytes, fewer than its header")
-    magic, nbytes, digest = _FRAME.unpack_from(data)
-    body = data[_FRAME.size :]
-    if magic != _MAGIC:
-        raise NotAvailable("the source's endpoint is not one of this version of modelexpress' NIXL transport")
-    if len(body) != nbytes or xxhash.xxh3_128_digest(body) != digest:
-        raise NotAvailable(f"the source's endpoint is damaged: {len(body)} of {nbytes} bytes, or a wrong checksum")
-    try:
-        return msgspec.msgpack.decode(body, type=_Endpoint)
-    except msgspec.MsgspecError as exc:
-        raise NotAvailable(f"the source's endpoint cannot be read: {exc}") from exc
+    endpoint = unframed(_MAGIC, data, _Endpoint, what="NIXL transport")
+    if len(endpoint.proof) != _PROOF_NBYTES or not 0 < endpoint.proof_address < 1 << 63:
+        raise NotAvailable(
+            f"the source's endpoint has a proof of {len(endpoint.proof)} bytes at {endpoint.proof_address:#x}; one has "
+            f"{_PROOF_NBYTES} bytes in memory"
+        )
+    return endpoint
 
 
 class _NixlRegistration(Registration):
     """One agent that offers the storages, and a few bytes that prove to a reader whom it reached."""
 
+    transport = NixlTransport.name
+
     def __init__(self, manifest: Manifest) -> None:
-        self._proof = np.frombuffer(os.urandom(16), dtype=np.uint8).copy()
+        self._proof = np.frombuffer(os.urandom(_PROOF_NBYTES), dtype=np.uint8).copy()
         self._agent = _Agent(progress_thread=True)  # it answers readers over TCP
         try:
             places = [(each.address, each.nbytes, each.device) for each in manifest.storages]
@@ -199,84 +194,45 @@ class _NixlRegistration(Registration):
 class _NixlConnection(Connection):
     """Lanes to one source. The first proved the source; the others are made when there is enough to move."""
 
+    transport = NixlTransport.name
+
     def __init__(self, source: _Endpoint, first: _Lane, lanes: int) -> None:
         self._source = source
         self._lanes: list[_Lane | None] = [first] + [None] * (lanes - 1)
         self._nbytes = 0
 
-    def read(self, plan: TransferPlan, *, deadline: float, arrived: Arrived | None = None) -> None:
+    def read(
+        self,
+        plan: TransferPlan,
+        *,
+        deadline: float,
+        arrived: Arrived | None = None,
+        moved: Moved | None = None,
+        work: Work | None = None,
+    ) -> None:
         self._nbytes += plan.nbytes
-        count = max(1, min(len(self._lanes), self._nbytes // _LANE_NBYTES))
-        progress = _Progress(plan, deadline, arrived)
-        shares = plan.lanes(count) if plan.chunks else ()
-        running = [self._start(at, share, progress) for at, share in enumerate(shares)]
-        try:
-            wait(running, timeout=_left(deadline + _GRACE_S), return_when=FIRST_EXCEPTION)
-        finally:  # also when the caller is interrupted
-            progress.stopped.set()
-            wait(running, timeout=_left(min(deadline, time.monotonic()) + _GRACE_S))
-        stuck = sum(1 for each in running if not each.done())
-        if stuck:
-            raise RecoveryFailed(
-                f"{stuck} of {len(running)} lanes did not come back from NIXL within {_GRACE_S:g} s of their end, "
-                f"{progress}; they may still write, so the target memory must not be used again"
-            )
-        _raise_first(running)
+        count = min(len(self._lanes), max(1, self._nbytes // _LANE_NBYTES), len(plan.chunks))
+        reading = Reading(plan, deadline, arrived, moved, work)
+        run_lanes([functools.partial(self._run_lane, at, reading) for at in range(count)], reading, name=_THREADS)
 
-    def _start(self, at: int, share: Sequence[Chunk], progress: _Progress) -> Future[None]:
-        """Run one lane's share. While it runs, and if it fails, the connection has no such lane."""
+    def _run_lane(self, at: int, reading: Reading) -> None:
+        """Move chunks until none is left. While it runs, and if it fails, the connection has no such lane."""
         lane, self._lanes[at] = self._lanes[at], None
-
-        def run() -> None:
-            self._lanes[at] = _read_share(lane, self._source, share, progress)
-
-        return _in_thread(run)
+        if lane is None and reading.stopped:
+            return
+        lane = lane or _Lane(self._source, reading.goes_on, failure=TransferFailed)
+        try:
+            lane.read(reading)
+        except BaseException:
+            lane.close()
+            raise
+        self._lanes[at] = lane
 
     def close(self) -> None:
         for at, lane in enumerate(self._lanes):
             self._lanes[at] = None
             if lane is not None:
                 lane.close()
-
-
-class _Progress:
-    """One read, seen by all its lanes: what arrived, and whether to stop."""
-
-    def __init__(self, plan: TransferPlan, deadline: float, arrived: Arrived | None) -> None:
-        self.plan = plan
-        self.deadline = deadline
-        self.stopped = threading.Event()
-        self._arrived = arrived
-        self._lock = threading.Lock()
-        self._chunks = 0
-        self._nbytes = 0
-
-    def arrived(self, chunk: Chunk) -> None:
-        with self._lock:
-            self._chunks += 1
-            self._nbytes += chunk.nbytes
-        if self._arrived is not None:
-            self._arrived(chunk)
-
-    def goes_on(self) -> bool:
-        return not self.stopped.is_set() and time.monotonic() < self.deadline
-
-    def __str__(self) -> str:
-        return (
-            f"after {self._chunks} of {len(self.plan.chunks)} chunks "
-            f"({self._nbytes / 1e9:.2f} of {self.plan.nbytes / 1e9:.2f} GB)"
-        )
-
-
-def _read_share(lane: _Lane | None, source: _Endpoint, share: Sequence[Chunk], progress: _Progress) -> _Lane:
-    """Move one share and give the lane back, fit for the next read. A lane that fails is closed first."""
-    lane = lane or _Lane(source, progress.goes_on, failure=TransferFailed)
-    try:
-        lane.read(share, progress)
-    except BaseException:
-        lane.close()
-        raise
-    return lane
 
 
 class _Lane:
@@ -310,28 +266,35 @@ class _Lane:
         if self._scratch.tobytes() != self._source.proof:
             raise NotAvailable("it has closed its registration, or another process answers in its place")
 
-    def read(self, share: Sequence[Chunk], progress: _Progress) -> None:
-        """Move chunk after chunk. The target memory is registered meanwhile."""
-        plan = progress.plan
-        storages = plan.target.storages
-        parts = [part for chunk in share for part in chunk.ranges]
-        places = [(plan.target_address(each), each.nbytes, storages[each.target_storage].device) for each in parts]
-        with _translated(TransferFailed, lambda reason: f"cannot register the target memory: {reason} {progress}"):
-            registered = self._agent.register(places)
-        for chunk in share:
-            if progress.stopped.is_set():  # another lane failed, or the caller was interrupted: that goes up
-                break
-            self._move(chunk, progress)
-            progress.arrived(chunk)
-        else:
-            # On CMA we can read a closed registration, while its memory is changed: nobody asks the source.
-            with _translated(TransferFailed, lambda reason: f"the source cannot be trusted {progress}: {reason}"):
-                self._prove(progress.goes_on)
-        with _translated(TransferFailed, lambda reason: f"cannot deregister the target memory: {reason} {progress}"):
+    def read(self, reading: Reading) -> None:
+        """Move chunk after chunk, and prove the source after each: on CMA we can read a closed registration while
+        its memory is changed, since nobody asks the source. The target's memory is registered a chunk at a time,
+        by whichever lane moves it.
+        """
+        registered: list[Any] = []
+        while (chunk := reading.take()) is not None:
+            registered += self._register(chunk, reading)
+            self._move(chunk, reading)
+            self._trust(reading)
+            reading.arrived(chunk)
+        if not reading.stopped:
+            self._trust(reading)
+        with _translated(TransferFailed, lambda reason: f"cannot deregister the target memory: {reason} {reading}"):
             self._agent.deregister(registered)
 
-    def _move(self, chunk: Chunk, progress: _Progress) -> None:
-        plan = progress.plan
+    def _trust(self, reading: Reading) -> None:
+        with _translated(TransferFailed, lambda reason: f"the source cannot be trusted {reading}: {reason}"):
+            self._prove(reading.goes_on)
+
+    def _register(self, chunk: Chunk, reading: Reading) -> list[Any]:
+        plan = reading.plan
+        here = plan.target.storages
+        places = [(plan.target_address(each), each.nbytes, here[each.target_storage].device) for each in chunk.ranges]
+        with _translated(TransferFailed, lambda reason: f"cannot register the target memory: {reason} {reading}"):
+            return self._agent.register(places)
+
+    def _move(self, chunk: Chunk, reading: Reading) -> None:
+        plan = reading.plan
         here, there = plan.target.storages, plan.source.storages
         local = [(plan.target_address(each), each.nbytes, here[each.target_storage].device) for each in chunk.ranges]
         remote = [(plan.source_address(each), each.nbytes, there[each.source_storage].device) for each in chunk.ranges]
@@ -339,15 +302,15 @@ class _Lane:
 
         def go_on() -> bool:
             nonlocal gives_up_at
-            if gives_up_at is None and not progress.goes_on():
+            if gives_up_at is None and not reading.goes_on():
                 gives_up_at = time.monotonic() + _DRAIN_S
             return gives_up_at is None or time.monotonic() < gives_up_at
 
-        finished = time.monotonic() < progress.deadline
-        with _translated(TransferFailed, lambda reason: f"{reason} {progress}"):
+        finished = time.monotonic() < reading.deadline
+        with _translated(TransferFailed, lambda reason: f"{reason} {reading}"):
             finished = finished and self._agent.read(local, remote, go_on)
-        if not finished or time.monotonic() > progress.deadline:
-            raise TransferFailed(f"deadline passed {progress}: the source is stopped, overloaded or out of reach")
+        if not finished or time.monotonic() > reading.deadline:
+            raise reading.out_of_time()
 
     def close(self) -> None:
         self._agent.destroy()
@@ -531,45 +494,7 @@ def _meaning(exc: Exception) -> str:
     return f"{ERROR_MEANINGS.get(type(exc), 'NIXL failed')} ({type(exc).__name__}: {exc})"
 
 
-def _left(until: float) -> float:
-    return max(0.0, until - time.monotonic())
-
-
-def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a daemon thread, which cannot hold the interpreter's exit when NIXL never returns."""
-    future: Future[T] = Future()
-    threading.Thread(target=_run, args=(work, future), name="mx-nixl", daemon=True).start()
-    return future
-
-
 def _close_late(lane: Future[_Lane]) -> None:
     """Close a lane that nobody waits for any more."""
     if lane.exception() is None:
         lane.result().close()
-
-
-def _run(work: Callable[[], T], future: Future[T]) -> None:
-    name_this_thread("mx-nixl")
-    try:
-        future.set_result(work())
-    except BaseException as exc:  # noqa: BLE001 - the outermost line of a thread; it goes up in the caller
-        future.set_exception(exc)
-    finally:
-        del work, future  # the exception holds this frame, and they the exception
-
-
-def _raise_first(running: list[Future[None]]) -> None:
-    """Raise what a lane raised, if any did. The gravest wins, and what `arrived` raised before our own."""
-    failed = [each for each in running if each.exception() is not None]
-    failed.sort(
-        key=lambda each: (
-            not isinstance(each.exception(), RecoveryFailed),
-            isinstance(each.exception(), TransferFailed),
-        )
-    )
-    running.clear()
-    try:
-        if failed:
-            failed[0].result()
-    finally:
-        del failed  # its exception holds this frame

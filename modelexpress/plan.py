@@ -147,8 +147,9 @@ def match_checkpoint(source: Manifest, target: Manifest) -> Match:
 
     Raises:
         ManifestMismatch: a tensor is missing, unexpected, or of another shape or dtype. Lists the first
-            five of each kind and the totals; nothing was written.
+            five of each kind and the totals; or the source holds no raw tensors. Nothing was written.
     """
+    source_spans = source.raw_spans()
     differences = _Differences()
     ours, theirs = _by_name(target.tensors), _by_name(source.tensors)
     filled: dict[str, Span] = {}
@@ -172,7 +173,6 @@ def match_checkpoint(source: Manifest, target: Manifest) -> Match:
         differences.compare(ours[name], theirs[name], with_stride=False)
     differences.raise_if_any()
 
-    source_spans = source.spans()
     pairs = {index: filled[span.names[0]] for index, span in enumerate(source_spans) if span.names[0] in filled}
     return Match(source_spans, pairs, tuple(strided), tuple(compared))
 
@@ -186,6 +186,13 @@ def _chunks(spans: Sequence[Span], pairs: Mapping[int, Span]) -> tuple[Chunk, ..
         matching = pairs.get(piece.span)
         if matching is None:
             continue
+        if (
+            matching.nbytes != spans[piece.span].nbytes
+        ):  # whatever was overlooked before, no byte lands beside its place
+            raise ManifestMismatch(
+                f"tensor {spans[piece.span].names[0]!r} has {spans[piece.span].nbytes:,} bytes in the source and "
+                f"{matching.nbytes:,} in the target"
+            )
         shift = matching.offset - spans[piece.span].offset
         part = Range(piece.storage, piece.offset, matching.storage, piece.offset + shift, piece.nbytes)
         if open_pieces and open_nbytes + piece.nbytes > PIECE_NBYTES:

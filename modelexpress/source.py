@@ -199,7 +199,7 @@ class WeightSource:
             registration = opened.enter_context(closing(transport.register(manifest)))
             checksums = checksums_of(manifest, threads=self._threads) if self._checksums else b""
             offer = Offer(manifest, registration.endpoint, checksums).encode()
-            record = registry.publish(self._record_for(manifest, transport.name), offer)
+            record = registry.publish(self._record_for(manifest, registration.transport), offer)
             return _Publication(registry, record, offer, memory, opened.pop_all(), self._lease_ttl_s)
 
     def _record_for(self, manifest: Manifest, transport: str) -> SourceRecord:

@@ -1,9 +1,11 @@
 """Real processes, real NIXL: a checkpoint served by one process is loaded by another, or by disk when that fails."""
 
+import json
 import os
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -271,6 +273,35 @@ def assert_no_more_than(before):
     while any(now > then for now, then in zip(leftovers(), before, strict=True)) and time.monotonic() < give_up:
         time.sleep(0.05)
     assert all(now <= then for now, then in zip(leftovers(), before, strict=True)), (leftovers(), before)
+
+
+WITHOUT_PTRACE = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-all"]
+LOADING = """
+import json, sys, torch, modelexpress
+try:
+    open(f"/proc/{sys.argv[3]}/mem", "rb").close()
+    forbidden = False
+except PermissionError:
+    forbidden = True
+report = modelexpress.load_checkpoint(sys.argv[1], registry=sys.argv[2], strategies="rdma", connect_timeout_s=20.0)
+found = report.model.named_parameters()
+print(json.dumps([forbidden, {name: bytes(each.view(torch.uint8).flatten().tolist()).hex() for name, each in found}]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="takes a capability away from root")
+def test_a_reader_that_may_not_look_into_other_processes_gets_the_right_bytes(registry, tmp_path):
+    """A27: containers forbid cross-memory attach, which UCX takes first on one host."""
+    tensors = {f"w{at}": raw("BF16", 64, 100, seed=at) for at in range(4)}
+    file = write_file(tmp_path / "model.safetensors", tensors)
+    with PeerProcess.serve(file, registry) as peer:
+        command = [*WITHOUT_PTRACE, sys.executable, "-c", LOADING, file, registry, str(peer.pid)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=80)
+
+    assert done.returncode == 0, done.stderr
+    forbidden, found = json.loads(done.stdout)
+    assert forbidden
+    assert found == {name: each.data.hex() for name, each in tensors.items()}
 
 
 def test_20000_tensors_travel(registry, tmp_path):

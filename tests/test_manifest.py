@@ -173,7 +173,7 @@ def test_manifest_survives_the_wire():
         (Manifest((StorageSpec(8, -5, "cpu"),), ()), "impossible"),
         (manifest(TensorSpec("a", 0, 0, (2, 2), (1,), "uint8", "buffer")), "strides"),
         (manifest(TensorSpec("a", NO_STORAGE, 0, (2,), (1,), "uint8", "buffer")), "no storage"),
-        (manifest(TensorSpec("a", 0, 0, (1 << 62, 1 << 62), (1, 1), "uint8", "buffer")), "ends at byte"),
+        (manifest(TensorSpec("a", 0, 0, (1 << 62, 1 << 62), (1, 1), "uint8", "buffer")), "sizes that overflow"),
     ],
 )
 def test_foreign_manifests_that_reach_outside_are_refused(bad, reason):

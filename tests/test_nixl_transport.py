@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from modelexpress import lanes
 from modelexpress.errors import NotAvailable, RecoveryFailed, TransferFailed
 from modelexpress.manifest import PIECE_NBYTES, Manifest, StorageSpec
 from modelexpress.plan import plan_transfer
@@ -92,10 +93,15 @@ def test_reads_another_process(transport, wire):
 
 def test_lanes_share_the_work(peer, monkeypatch):
     monkeypatch.setattr(nixl_transport, "_LANE_NBYTES", PIECE_NBYTES)
-    movers = set()
+    movers, all_there = set(), threading.Barrier(3)
+
+    def arrived(chunk):
+        if threading.get_ident() not in movers:  # the fourth chunk is anybody's
+            movers.add(threading.get_ident())
+            all_there.wait(20)
 
     with closing(NixlTransport(lanes=3, connect_timeout_s=5)) as transport:
-        target = load(transport, peer, arrived=lambda chunk: movers.add(threading.get_ident()))
+        target = load(transport, peer, arrived=arrived)
 
     assert holds(target)
     assert len(movers) == 3
@@ -252,7 +258,7 @@ def test_nothing_arrives_from_a_stopped_source_that_goes_on_after_the_deadline(
 
 def test_a_lane_that_never_comes_back_makes_the_memory_unusable(transport, peer, monkeypatch):
     woken = threading.Event()
-    monkeypatch.setattr(nixl_transport, "_GRACE_S", 0.5)
+    monkeypatch.setattr(lanes, "GRACE_S", 0.5)
     connection = transport.connect(peer.endpoint, deadline=soon())
     monkeypatch.setattr(nixl_transport._Agent, "read", lambda *_: woken.wait(60))
     deadline = soon(0.2)
@@ -339,6 +345,29 @@ def test_a_manifest_that_names_memory_the_source_never_registered(transport, pee
 
         connection.read(plan_into(peer, target), deadline=soon())
     assert holds(target)
+
+
+def test_an_endpoint_is_a_capability_to_read_and_to_write(wire):
+    """docs/security.md says so. If this fails, NIXL has learned to tell the two apart: say that there."""
+    with Peer([PIECE_NBYTES], env=wire) as source, closing(NixlTransport(lanes=1, connect_timeout_s=5)) as transport:
+        connection = transport.connect(source.endpoint, deadline=soon())
+        agent, there = connection._lanes[0]._agent, [(source.manifest.storages[0].address, 64, 0)]
+        ours = np.full(64, 0xEE, dtype=np.uint8)
+        agent.register([(ours.ctypes.data, ours.nbytes, "cpu")])
+        descriptors = [np.array(rows, dtype=np.uint64) for rows in ([(ours.ctypes.data, 64, 0)], there)]
+        here, remote = (agent.nixl.get_xfer_descs(each, "DRAM") for each in descriptors)
+        agent._handles.append(agent.nixl.initialize_xfer("WRITE", here, remote, agent._remote))
+        state, give_up = agent.nixl.transfer(agent._handles[-1]), soon()
+        while state == "PROC" and time.monotonic() < give_up:
+            state = agent.nixl.check_xfer_state(agent._handles[-1])
+        del here, remote
+        target = target_for(source)
+        with closing(connection):
+            connection.read(plan_into(source, target), deadline=soon())
+
+    assert state == "DONE"
+    assert target[0][:64].tolist() == [0xEE] * 64
+    assert np.array_equal(target[0][64:], pattern(1, 0, PIECE_NBYTES)[64:])
 
 
 def test_memory_of_an_unknown_device_is_not_registered(transport):

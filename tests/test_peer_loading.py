@@ -32,23 +32,25 @@ class Wire(LocalTransport):
 
     during = None
 
-    def connect(self, endpoint, *, deadline):
+    def connect(self, endpoint, *, deadline, stop=None):
         return _Disturbed(super().connect(endpoint, deadline=deadline), self.during)
 
 
 class _Disturbed(Connection):
+    transport = "local"
+
     def __init__(self, inner, during):
         self._inner = inner
         self._during = during
 
-    def read(self, plan, *, deadline, arrived=None):
+    def read(self, plan, *, deadline, arrived=None, moved=None, work=None):
         def both(chunk):
             if arrived is not None:
                 arrived(chunk)
             if self._during is not None:
                 self._during(plan)
 
-        self._inner.read(plan, deadline=deadline, arrived=both)
+        self._inner.read(plan, deadline=deadline, arrived=both, moved=moved, work=work)
 
     def close(self):
         self._inner.close()

@@ -12,7 +12,7 @@ import torch
 
 from modelexpress.manifest import Manifest
 from modelexpress.plan import TransferPlan
-from modelexpress.transport import Arrived
+from modelexpress.transport import Arrived, Moved
 
 
 class CheckpointTensors(ABC):
@@ -27,10 +27,11 @@ class CheckpointTensors(ABC):
     manifest: Manifest
 
     @abstractmethod
-    def read(self, plan: TransferPlan, *, arrived: Arrived | None = None) -> None:
+    def read(self, plan: TransferPlan, *, arrived: Arrived | None = None, moved: Moved | None = None) -> None:
         """Fill the plan's target memory; `plan.source` is this manifest.
 
-        Calls `arrived` once per chunk, from the thread that moved it; what it raises ends the read. When
+        Calls `arrived` once per chunk, from the thread that moved it; what it raises ends the read. `moved` is
+        called before that, as in Connection.read, by what moves chunks in steps. When
         this returns or raises, nothing writes to the target any more. Peak memory beyond the target is
         bounded and does not depend on the model.
         """

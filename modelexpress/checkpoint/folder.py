@@ -90,7 +90,7 @@ def resolve_inside(root: Path, name: str) -> str:
             f"{path}: leads to {real}, outside the model folder and no hub cache blob; give the folder that really "
             "holds the file, or copy it"
         )
-    if path.is_symlink() and not os.path.exists(real):
+    if os.path.islink(path) and not os.path.exists(real):
         raise CheckpointError(f"{path}: {_absence(path)}")
     return real
 
@@ -105,7 +105,7 @@ def _hub_blobs(real_root: Path) -> Path | None:
 
 
 def _absence(path: Path) -> str:
-    if path.is_symlink():
+    if os.path.islink(path):
         return f"a link to {os.readlink(path)!r}, where nothing is; an unfinished download? Download it again"
     return "does not exist"
 

@@ -16,7 +16,7 @@ from modelexpress.checkpoint.files import FileState, opened, read_bytes
 from modelexpress.checkpoint.folder import INDEX_NAME, find_files
 from modelexpress.checkpoint.header import LENGTH_NBYTES, Entry, header_nbytes, parse_header
 from modelexpress.errors import CheckpointError
-from modelexpress.manifest import NO_STORAGE, Manifest, StorageSpec, TensorSpec, contiguous_stride
+from modelexpress.manifest import MAX_STORAGE_NBYTES, NO_STORAGE, Manifest, StorageSpec, TensorSpec, contiguous_stride
 
 _MAX_TENSORS = 4_000_000  # forty times what the largest public models have
 _LISTED = 5  # tensors that an error spells out
@@ -91,6 +91,8 @@ def open_index(path: str | os.PathLike[str]) -> CheckpointIndex:
 
 def _read_shard(name: str, real: str) -> tuple[Shard, tuple[Entry, ...]]:
     with opened(real, name) as (fd, state):
+        if state.nbytes > MAX_STORAGE_NBYTES:  # a sparse file can claim exabytes
+            raise CheckpointError(f"{name}: {state.nbytes:,} bytes; a shard has at most {MAX_STORAGE_NBYTES:,}")
         start = read_bytes(fd, name, 0, min(_START_NBYTES, state.nbytes))
         nbytes = header_nbytes(start, state.nbytes, name)
         header = read_bytes(fd, name, LENGTH_NBYTES, nbytes)

@@ -9,7 +9,7 @@ import torch
 from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.digest import TensorVerifier, Verifier, Verify
 from modelexpress.plan import Chunk, TransferPlan
-from modelexpress.transport import Arrived
+from modelexpress.transport import Arrived, Moved
 
 
 class ObservedTensors(CheckpointTensors):
@@ -30,7 +30,7 @@ class ObservedTensors(CheckpointTensors):
         self._verify = verify
         self._progress = progress
 
-    def read(self, plan: TransferPlan, *, arrived: Arrived | None = None) -> None:
+    def read(self, plan: TransferPlan, *, arrived: Arrived | None = None, moved: Moved | None = None) -> None:
         verifier = Verifier(plan, self._checksums, self._verify)
 
         def observe(chunk: Chunk) -> None:
@@ -40,7 +40,12 @@ class ObservedTensors(CheckpointTensors):
             if arrived is not None:
                 arrived(chunk)
 
-        self._inner.read(plan, arrived=observe)
+        def observe_step(chunk: Chunk, start: int, nbytes: int) -> None:
+            verifier.moved(chunk, start, nbytes)
+            if moved is not None:
+                moved(chunk, start, nbytes)
+
+        self._inner.read(plan, arrived=observe, moved=observe_step)
 
     def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         verifier = TensorVerifier(self.manifest, self._checksums, self._verify)

@@ -27,7 +27,7 @@ from modelexpress.errors import CheckpointError, ConfigError
 from modelexpress.manifest import NO_STORAGE, PIECE_NBYTES, TensorSpec, batches
 from modelexpress.memory import device_memory_at, memory_at
 from modelexpress.plan import Chunk, TransferPlan
-from modelexpress.transport import Arrived
+from modelexpress.transport import Arrived, Moved
 
 _GROUP_NBYTES = PIECE_NBYTES  # small tensors are read ahead together, up to this much
 _LANE_NBYTES = 1024 * 1024
@@ -53,7 +53,7 @@ class DiskTensors(CheckpointTensors):
         self._index = index
         self._threads = threads
 
-    def read(self, plan: TransferPlan, *, arrived: Arrived | None = None) -> None:
+    def read(self, plan: TransferPlan, *, arrived: Arrived | None = None, moved: Moved | None = None) -> None:
         """See the contract. Host memory is read into directly: peak memory beyond the target is zero.
 
         Device memory goes through one host buffer a thread (16 MiB, page-locked); that path runs only where

@@ -48,7 +48,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # add() is None on purpose
-        raise NotStrictJson(f"{again!r} occurs twice")
+        raise NotStrictJson(f"{again!r:.200} occurs twice")
     return found
 
 

@@ -23,6 +23,7 @@ from modelexpress.errors import GmsError, NotAvailable, StaleGeneration
 from modelexpress.gms.memory import Mapping, MemoryBackend
 from modelexpress.gms.protocol import (
     MAX_FDS,
+    MAX_SEGMENTS,
     Allocate,
     Allocated,
     Commit,
@@ -337,6 +338,7 @@ class Imported:
             self._ask_again(sock)
             try:
                 layout = _receive_layout(sock, self.where)
+                _require_sizes(layout, self._mappings)
                 for mapping, (fd, _) in zip(
                     self._mappings, _receive_segments(sock, layout, self._backend, self.where), strict=True
                 ):
@@ -404,7 +406,18 @@ def _receive_layout(sock: socket.socket, where: Where) -> Layout:
     layout: Layout | None = receive_message(sock, Layout, deadline=time.monotonic() + where.answer_s)
     if layout is None:
         raise GmsError("the memory service went away before it said what to map")
+    if len(layout.segments) > MAX_SEGMENTS or min(layout.segments, default=1) < 1:
+        raise GmsError(
+            f"the memory service offers {len(layout.segments):,} segments, the smallest of "
+            f"{min(layout.segments):,} bytes; there are at most {MAX_SEGMENTS:,}, none of them empty"
+        )
     return layout
+
+
+def _require_sizes(layout: Layout, mappings: Sequence[Mapping]) -> None:
+    """What is mapped in the place of another segment is as large: behind its end there would be a SIGBUS."""
+    if layout.segments != tuple(mapping.nbytes for mapping in mappings):
+        raise GmsError("the memory service offers other segments than this generation had; load again")
 
 
 def _receive_segments(

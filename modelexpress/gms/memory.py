@@ -317,6 +317,9 @@ def _map(address: int | None, nbytes: int, fd: int | None, *, shared: bool = Fal
         flags |= mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     else:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
+        found_nbytes = os.fstat(fd).st_size
+        if found_nbytes < nbytes:  # touching what lies behind its end would be a SIGBUS
+            raise GmsError(f"a descriptor of {found_nbytes:,} bytes came for a segment of {nbytes:,}")
     if address is not None:
         flags |= _MAP_FIXED
     found = _LIBC.mmap(address, nbytes, protection, flags, -1 if fd is None else fd, 0)

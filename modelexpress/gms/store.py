@@ -27,6 +27,11 @@ from modelexpress.gms.state import Grant, KeyState, Request, Step
 logger = logging.getLogger(__name__)
 
 
+# What no quota counts, because it lies in the service itself. A manifest takes about 100 bytes a tensor.
+MAX_KEYS = 10_000
+MAX_BODIES_NBYTES = 1024 * 1024 * 1024
+
+
 class Refusal(GmsError):
     """What was asked for cannot be had. The session may go on; `kind` is that of the `Refused` it gets."""
 
@@ -112,8 +117,14 @@ class Store:
         self._last_forgotten = 0  # no key that is forgotten and comes back repeats a number
 
     def ask(self, session: Session, name: Name, request: Request) -> None:
-        """Queue for a key, once in a session's life; `granted` says when it is this session's turn."""
+        """Queue for a key, once in a session's life; `granted` says when it is this session's turn.
+
+        Raises:
+            Refusal: there are too many keys already.
+        """
         with self._lock:
+            if name not in self._states and len(self._states) >= MAX_KEYS:
+                raise Refusal("memory", f"the service has {len(self._states):,} keys, the most it takes; drop some")
             self._sessions[session.id] = session, name
         self._change(name, lambda state: states.ask(state, session.id, request))
 
@@ -189,11 +200,18 @@ class Store:
         """Seal what the session staged, and make it what new readers get. Returns the generation.
 
         Raises:
-            Refusal: a segment cannot be sealed; the generation stays staged.
+            Refusal: a segment cannot be sealed, or there is no room for the body; the generation stays staged.
         """
         with self._lock:
             name, number = place = self._staged_by(session)
             staged = self._kept[place]
+            bodies_nbytes = len(body) + sum(len(each.body) for each in self._kept.values())
+            if bodies_nbytes > MAX_BODIES_NBYTES:
+                raise Refusal(
+                    "memory",
+                    f"the descriptions of all generations would take {bodies_nbytes:,} bytes, and at most "
+                    f"{MAX_BODIES_NBYTES:,} are kept; drop a key",
+                )
         try:
             for segment in staged.segments:
                 self._backend.seal(segment.fd, segment.nbytes)

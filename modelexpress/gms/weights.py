@@ -171,11 +171,15 @@ def contents_of(body: bytes, segment_nbytes: Sequence[int]) -> Contents:
     try:
         contents = msgspec.msgpack.decode(body, type=Contents)
         contents.manifest.validate()
+        if contents.kind == "checkpoint":
+            contents.manifest.raw_spans()
     except (msgspec.MsgspecError, ValueError, RecursionError, ManifestMismatch) as exc:
         raise GmsError(f"the committed generation cannot be read: {exc}") from exc
     if len(contents.places) != len(contents.manifest.storages):
         raise GmsError("the committed generation does not place each of its storages")
     for place, storage in zip(contents.places, contents.manifest.storages, strict=True):
+        if storage.device == "file":
+            raise GmsError("the committed generation holds storages that lie in files")
         inside = 0 <= place.segment < len(segment_nbytes) and place.offset >= 0
         if not inside or place.offset + storage.nbytes > segment_nbytes[place.segment]:
             raise GmsError(
@@ -218,6 +222,8 @@ def match_model(contents: Contents, adapter: EngineAdapter, module: nn.Module) -
         found = discovery.tensors
         target = manifest_of(found, discovery.scalars, meta=True)
         match = match_layouts(contents.manifest, target)
+    for device in {contents.manifest.storages[match.spans[index].storage].device for index in match.pairs}:
+        _refuse_absent(device)
     for span in match.pairs.values():
         _refuse_unaligned(span, target)
     _refuse_unreachable(found)
@@ -396,6 +402,16 @@ def _refuse_unaligned(span: Span, manifest: Manifest) -> None:
     for name in span.names if specs else ():
         if (specs[name].offset - span.offset) % DTYPE_NBYTES[specs[name].dtype]:
             raise NotAvailable(f"tensor {name!r} begins in the middle of an element of the memory that it shares")
+
+
+def _refuse_absent(device: str) -> None:
+    """What may be written to is copied to where its writer had it, and this process may not have such a device."""
+    if device == "cpu":
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as exc:  # torch asserts that it was built for the device
+        raise NotAvailable(f"the generation has tensors on {device}, which cannot be used here: {exc}") from exc
 
 
 def _refuse_unreachable(found: Iterable[FoundTensor]) -> None:

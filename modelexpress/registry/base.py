@@ -253,7 +253,7 @@ class Registry(ABC):
             return None
         try:
             record = _DECODER.decode(encoded)
-        except (msgspec.MsgspecError, ValueError) as exc:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             logger.warning("ignored a broken record in the registry, at %s: %s", stored.source_id, exc)
             return None
         if record.source_id != stored.source_id:

@@ -36,6 +36,7 @@ from redis.exceptions import (
     NoPermissionError,
     OutOfMemoryError,
     RedisError,
+    ResponseError,
     TimeoutError,
 )
 from redis.retry import Retry
@@ -227,7 +228,7 @@ class RedisRegistry(Registry):
 
     def readers(self, record: SourceRecord) -> int:
         key = _readers_key(record.source_id)
-        return int(self._tried("count readers", lambda: self._eval(_READERS, [key])))
+        return self._tried("count readers", lambda: _a(int, self._eval(_READERS, [key])))
 
     def close(self) -> None:
         if os.getpid() != self._owner_pid:
@@ -261,7 +262,7 @@ class RedisRegistry(Registry):
     def _load_offer(self, record: SourceRecord) -> bytes | None:
         # One byte more than allowed, so that `offer` sees that it is too large.
         key = _offer_key(record)
-        offer: Any = self._tried("read an offer", lambda: self._redis.getrange(key, 0, MAX_OFFER_NBYTES))
+        offer = self._tried("read an offer", lambda: _a(bytes, self._redis.getrange(key, 0, MAX_OFFER_NBYTES)))
         return offer or None
 
     def _publish_whole(self, publication: _Publication, offer: bytes) -> None:
@@ -285,7 +286,7 @@ class RedisRegistry(Registry):
         not_after = seconds * 1000 + micros // 1000 + _ms(self._try_s)
         source_id = publication.record.source_id
         argv = (publication.encoded, source_id, _ms(self.lease_ttl_s), not_after)
-        outcome: bytes = self._eval(script, _keys(publication.record), *argv)
+        outcome = _a(bytes, self._eval(script, _keys(publication.record), *argv))
         if outcome == b"late":
             raise TimeoutError("the server took too long to get to it")
         return outcome.decode()
@@ -304,7 +305,7 @@ class RedisRegistry(Registry):
         keys, argv = _keys(publication.record), (publication.encoded, publication.record.source_id)
         try:
             self._eval(_WITHDRAW, keys, *argv)
-        except (RedisError, OSError, ValueError) as exc:
+        except (RedisError, OSError, ValueError, TypeError, RecursionError) as exc:
             logger.warning(
                 "source %s may be found for another %g s: %s",
                 publication.record.name,
@@ -319,14 +320,18 @@ class RedisRegistry(Registry):
             logger.warning("the lease on source %s was not given back and will run out: %s", record.name, exc)
 
     def _collect(self, index: str) -> list[StoredRecord]:
-        members: list[bytes] = self._eval(_LOOK, [index], _MAX_FOUND)
-        ids = [member.decode() for member in members if _SOURCE_ID.fullmatch(member)]
+        members = _a(list, self._eval(_LOOK, [index], _MAX_FOUND))[:_MAX_FOUND]
+        ids = [member.decode() for member in members if _SOURCE_ID.fullmatch(_a(bytes, member))]
         found = []
         for start in range(0, len(ids), _BATCH):
             batch = ids[start : start + _BATCH]
             keys = [f"{_PREFIX}record:{each}" for each in batch] + [_readers_key(each) for each in batch]
-            flat: list[Any] = self._eval(_COLLECT, keys, MAX_RECORD_NBYTES)
-            found += [StoredRecord(*each) for each in zip(batch, flat[::2], flat[1::2], strict=True) if each[1]]
+            flat = _a(list, self._eval(_COLLECT, keys, MAX_RECORD_NBYTES))
+            found += [
+                StoredRecord(source_id, _a(bytes, encoded), _a(int, readers))
+                for source_id, encoded, readers in zip(batch, flat[::2], flat[1::2], strict=True)
+                if encoded
+            ]
         return found
 
     def _eval(self, script: str, keys: Sequence[str], *argv: bytes | str | int) -> Any:  # noqa: ANN401 - what the script returns
@@ -344,8 +349,8 @@ class RedisRegistry(Registry):
         )
         try:
             return retrying(call)
-        # ValueError: what redis-py says about an answer that is no Redis protocol.
-        except (RedisError, OSError, ValueError) as exc:
+        # ValueError, TypeError, RecursionError: what redis-py says about an answer that is no Redis protocol.
+        except (RedisError, OSError, ValueError, TypeError, RecursionError) as exc:
             text = self._clean(exc)
             error = RegistryError(f"cannot {doing}: {self._diagnosis(exc, text)}")
             # A server that does not know AUTH repeats its arguments: such an error must not be shown as cause.
@@ -415,7 +420,9 @@ def _check_url(url: str) -> None:
         ) from None
     for name, _ in parse_qsl(parts.query, keep_blank_values=True):
         if name not in ("db", "username", "password", "client_name") and not name.startswith("ssl_"):
-            raise ConfigError(f"registry URL {shown!r}: no option {name!r}; accepted: db, username, password, ssl_*")
+            # With an @ behind the ?, what looks like an option is the rest of a password.
+            what = "an unescaped ? in its password, write %3F" if "@" in parts.query else f"no option {name!r}"
+            raise ConfigError(f"registry URL {shown!r}: {what}; accepted: db, username, password, ssl_*")
     # redis-py takes a database that is no number for database 0.
     if not parts.scheme.endswith("unix") and not re.fullmatch(r"/?[0-9]*", parts.path):
         raise ConfigError(f"registry URL {shown!r}: the path has to be the number of a database, as in redis://host/0")
@@ -428,6 +435,13 @@ def _secrets(url: str) -> list[str]:
     parts = urlsplit(url)
     written = [parts.password or "", *(value for name, value in parse_qsl(parts.query) if name.endswith("password"))]
     return [each for secret in written if secret for each in {secret, unquote(secret)}]
+
+
+def _a(kind: type[T], answer: object) -> T:
+    """The answer, where it is of the kind that a script or command gives; else an error like Redis' own."""
+    if not isinstance(answer, kind):
+        raise ResponseError(f"with a {type(answer).__name__} where a {kind.__name__} belongs")
+    return answer
 
 
 def _may_pass(exc: BaseException) -> bool:

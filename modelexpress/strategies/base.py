@@ -15,6 +15,7 @@ from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.errors import NotAvailable
 from modelexpress.gms.client import Imported
 from modelexpress.model_root import Dirt, ModelRoot
+from modelexpress.stripe import Lost, Share
 
 Outcome = Literal["loaded", "failed", "unavailable", "off"]
 
@@ -33,15 +34,26 @@ class LoadTarget:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What one successful attempt moved or bound: bytes, each counted once."""
+    """What one successful attempt moved or bound.
+
+    Attributes:
+        nbytes: each counted once.
+        shares: who delivered them, the largest share first, where several may have.
+        lost: sources that were given up on the way, in that order.
+    """
 
     nbytes: int
+    shares: tuple[Share, ...] = ()
+    lost: tuple[Lost, ...] = ()
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+class Attempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One try. Outcome "off" is a way that nobody set up here, or filled yet, and no failure.
 
-    `error` is text, never an exception: those keep frames, and frames keep parameters.
+    Attributes:
+        source: the one that delivered most, where several did.
+        error: text, never an exception: those keep frames, and frames keep parameters.
+        shares: (source, transport, bytes) of each peer that delivered, the largest first.
     """
 
     strategy: str
@@ -50,6 +62,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None
     nbytes: int
     seconds: float
+    shares: tuple[tuple[str, str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

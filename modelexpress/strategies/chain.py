@@ -18,6 +18,7 @@ from modelexpress.strategies.base import (
     Outcome,
     TransferStats,
 )
+from modelexpress.stripe import Lost
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +78,11 @@ class LoadStrategyChain:
         sources: list[LoadSource] = []
         looked = _attempt(strategy.name, None, lambda: sources.extend(_sources(strategy, target)))
         if not sources:
-            attempts.append(looked)
+            attempts += looked
         for source in sources:
             if target.root.dirt > source.tolerates:
                 _reset(target, attempts)
-            attempts.append(_attempt(strategy.name, source.name, partial(source.load, target)))
+            attempts += _attempt(strategy.name, source.name, partial(source.load, target))
             if attempts[-1].outcome == "loaded" or self.strict:
                 return
 
@@ -93,40 +94,59 @@ def _sources(strategy: LoadStrategy, target: LoadTarget) -> Sequence[LoadSource]
     return sources
 
 
-def _attempt(strategy: str, source: str | None, run: Callable[[], TransferStats | None]) -> Attempt:
-    """Run one try to its end. When this returns, no exception is in flight and none is kept."""
+def _attempt(strategy: str, source: str | None, run: Callable[[], TransferStats | None]) -> list[Attempt]:
+    """Run one try to its end. When this returns, no exception is in flight and none is kept.
+
+    The last attempt is this one. Those before it are sources that were lost while others delivered.
+    """
     started = time.monotonic()
     outer = in_flight()
-    nbytes = 0
+    stats: TransferStats | None = None
     error = None
     outcome: Outcome = "loaded"
     try:
         stats = run()
-        nbytes = stats.nbytes if stats is not None else 0
     except (MemoryError, RecoveryFailed):
         raise
     except Exception as exc:  # noqa: BLE001 - the outermost line of an attempt: the next source is tried
         error = describe(exc)
-        outcome = _outcome(exc)
+        outcome = _outcome(type(exc))
         release_frames(exc, outer=outer)
     seconds = time.monotonic() - started
-    attempt = Attempt(
-        strategy=strategy,
-        source=source,
-        outcome=outcome,
-        error=error,
-        nbytes=nbytes,
-        seconds=seconds,
+    shares = stats.shares if stats is not None else ()
+    attempts = [_lost_attempt(strategy, lost) for lost in (stats.lost if stats is not None else ())]
+    attempts.append(
+        Attempt(
+            strategy=strategy,
+            source=shares[0].source if shares else source,
+            outcome=outcome,
+            error=error,
+            nbytes=stats.nbytes if stats is not None else 0,
+            seconds=seconds,
+            shares=tuple((share.source, share.transport, share.nbytes) for share in shares),
+        )
     )
     if source is not None or error is not None:
-        _log(attempt)
-    return attempt
+        for attempt in attempts:
+            _log(attempt)
+    return attempts
 
 
-def _outcome(exc: Exception) -> Outcome:
-    if isinstance(exc, NothingYet):
+def _lost_attempt(strategy: str, lost: Lost) -> Attempt:
+    return Attempt(
+        strategy=strategy,
+        source=lost.source,
+        outcome=_outcome(lost.kind),
+        error=f"{lost.kind.__name__}: {lost.text}",
+        nbytes=lost.nbytes,
+        seconds=lost.seconds,
+    )
+
+
+def _outcome(kind: type[Exception]) -> Outcome:
+    if issubclass(kind, NothingYet):
         return "off"
-    return "unavailable" if isinstance(exc, NotAvailable) else "failed"
+    return "unavailable" if issubclass(kind, NotAvailable) else "failed"
 
 
 def _reset(target: LoadTarget, attempts: Sequence[Attempt]) -> None:

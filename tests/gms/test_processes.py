@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -216,3 +217,34 @@ def test_a_killed_writer_frees_its_memory_and_the_next_one_takes_over(checkpoint
             assert client.status(socket).used_nbytes >= 3_000_000
             writer.kill()
         assert eventually(lambda: client.status(socket).used_nbytes == 0)
+
+
+KEEPING = """
+import os, subprocess, sys, tempfile
+from pathlib import Path
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", "/dev/shm"], check=True)
+from modelexpress import api
+from tests.gms.service import serving
+from tests.support.safetensors_writer import raw, write_file
+from tests.support.tensors import bytes_of
+with tempfile.TemporaryDirectory() as folder:
+    tensor = raw("U8", 100_000_000)
+    file = write_file(Path(folder, "model.safetensors"), {"w": tensor})
+    with serving(Path(folder, "gms.sock")) as path:
+        options = {"gms": path, "revision": "r", "connect_timeout_s": 30.0}
+        api.keep_checkpoint(file, **options)
+        found = api.load_checkpoint(file, strategies="gms", **options).model.get_parameter("w")
+        assert found.numpy().tobytes() == tensor.data
+    assert os.listdir("/dev/shm") == []
+print("kept")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounts a /dev/shm of its own")
+def test_a_small_dev_shm_does_not_matter():
+    """A32: containers give 64 MB of it. Segments are memfds, which no mount bounds, and their memory is reserved."""
+    done = subprocess.run(
+        ["unshare", "--mount", sys.executable, "-c", KEEPING], capture_output=True, text=True, timeout=100
+    )
+
+    assert done.stdout == "kept\n", done.stderr

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from modelexpress import api
 from modelexpress.adapter import ModuleAdapter
 from modelexpress.errors import (
     GmsError,
@@ -29,6 +30,7 @@ from modelexpress.strategies.base import LoadTarget
 from modelexpress.strategies.chain import LoadStrategyChain
 from modelexpress.strategies.gms import GmsImport
 from tests.gms.service import adapter_of, publish, serving, where_of
+from tests.support.safetensors_writer import SIZES, Raw, raw, write_file
 from tests.support.tensors import TinyModel, bytes_of, randomize, snapshot
 
 
@@ -566,3 +568,60 @@ def test_no_service_is_a_miss_within_milliseconds(tmp_path):
     (attempt,) = failed.value.report.attempts
     assert attempt.seconds < 0.01
     assert named == []
+
+
+# The hard cases of disk and peers, by this way
+
+
+def kept_and_imported(file, path):
+    """The model that another load binds to what was kept of a file."""
+    options = {"gms": str(path), "revision": "r1", "connect_timeout_s": 60.0}
+    api.keep_checkpoint(file, **options)
+    return api.load_checkpoint(file, strategies="gms", **options).model
+
+
+def test_every_dtype_odd_offset_scalar_and_empty_tensor_is_imported(service, tmp_path):
+    """A05, A06, A07: what disk and peers carry, the service carries too."""
+    tensors = {"a": raw("U8", 3), **{f"t.{dtype}": raw(dtype, 5, seed=at) for at, dtype in enumerate(SIZES)}}
+    tensors |= {"scalar": raw("F32"), "none": raw("BF16", 0), "wide": raw("F32", 0, 8), "tall": raw("I64", 8, 0)}
+    tensors |= {"t.BOOL": Raw("BOOL", (3,), b"\x01\x00\x01")}
+    file = write_file(tmp_path / "model.safetensors", tensors)
+
+    found = dict(kept_and_imported(file, service).named_parameters())
+
+    assert {name: bytes_of(each) for name, each in found.items()} == {n: each.data for n, each in tensors.items()}
+    assert {name: tuple(each.shape) for name, each in found.items()} == {n: each.shape for n, each in tensors.items()}
+
+
+def test_20000_tensors_are_imported(service, tmp_path):
+    """A22: more tensors than a message has descriptors, and a manifest of megabytes."""
+    data = os.urandom(20_000 * 256)
+    tensors = {f"e.{at}": Raw("U8", (256,), data[256 * at : 256 * (at + 1)]) for at in range(20_000)}
+    file = write_file(tmp_path / "many.safetensors", tensors)
+
+    found = kept_and_imported(file, service).named_parameters()
+
+    assert {name: bytes_of(each) for name, each in found} == {name: each.data for name, each in tensors.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_tensor_of_3_gib_is_imported(service, tmp_path):
+    """A22: one write call takes at most 2,147,479,552 bytes."""
+    size = 3 << 30
+    header = f'{{"big":{{"dtype":"U8","shape":[{size}],"data_offsets":[0,{size}]}}}}'.encode()
+    file = tmp_path / "big.safetensors"
+    with file.open("wb") as out:
+        out.write(len(header).to_bytes(8, "little") + header)
+        out.truncate(8 + len(header) + size)
+        out.seek(8 + len(header) + (1 << 31) - 3)
+        out.write(b"middle")
+        out.seek(-4, os.SEEK_END)
+        out.write(b"last")
+
+    big = kept_and_imported(file, service).get_parameter("big")
+
+    assert bytes(big[(1 << 31) - 3 : (1 << 31) + 3].tolist()) == b"middle"
+    assert bytes(big[-4:].tolist()) == b"last"
+    assert int(torch.count_nonzero(big)) == 10
+    file.unlink()

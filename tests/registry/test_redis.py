@@ -364,3 +364,49 @@ def test_tls_works_and_checks_the_certificate(tmp_path, connect, record):
         registry.withdraw(sealed)
         with pytest.raises(RegistryError, match="certificate"):
             connect(f"rediss://127.0.0.1:{port}/0").find(KEY)
+
+
+def test_tls_password_user_and_certificate_work_together(tmp_path, connect, record, caplog):
+    """The whole door: the server's certificate and ours, a user of its own, and no other user left."""
+    caplog.set_level(logging.DEBUG)
+    made = {}
+    for name in ("ca", "server", "reader"):
+        key, cert = tmp_path / f"{name}.key", tmp_path / f"{name}.pem"
+        signed = [] if name == "ca" else ["-CA", made["ca"][1], "-CAkey", made["ca"][0]]
+        making = (
+            f"openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN={name} -addext subjectAltName=IP:127.0.0.1"
+        )
+        subprocess.run(
+            [*making.split(), *signed, "-keyout", key, "-out", cert], check=True, capture_output=True, timeout=60
+        )
+        made[name] = (key, cert)
+    (_, ca), (server_key, server), (reader_key, reader) = made.values()
+    port = free_port()
+    config = (
+        f"tls-port {port}", f"tls-cert-file {server}", f"tls-key-file {server_key}", f"tls-ca-cert-file {ca}",
+        "tls-auth-clients yes", "user fleet on >fl33t-s3cret ~mx1:* -@all +@scripting +@read +@write +time +ping",
+    )  # fmt: skip
+    options = f"?ssl_ca_certs={ca}&ssl_certfile={reader}&ssl_keyfile={reader_key}"
+    with RedisServer(tmp_path, config=config) as running:
+        with running.client as client:
+            client.execute_command("ACL", "SETUSER", "default", "off")
+        registry = connect(f"rediss://fleet:fl33t-s3cret@127.0.0.1:{port}/0{options}")
+        sealed = registry.publish(record, b"offer")
+
+        assert [each.record for each in registry.find(KEY)] == [sealed]
+        assert registry.offer(sealed) == b"offer"
+        with registry.reading(sealed, lease_s=5):
+            assert registry.readers(sealed) == 1
+        registry.withdraw(sealed)
+        shown = []
+        for url, match in (
+            (f"rediss://fleet:wr0ng-s3cret@127.0.0.1:{port}/0{options}", "user and password"),
+            (f"rediss://127.0.0.1:{port}/0{options}", "user and password"),
+            (f"rediss://fleet:fl33t-s3cret@127.0.0.1:{port}/0?ssl_ca_certs={ca}", "no connection"),
+            (f"rediss://fleet:fl33t-s3cret@127.0.0.1:{port}/0", "certificate"),
+            (f"redis://fleet:fl33t-s3cret@127.0.0.1:{port}/0", "no connection|did not answer|answered"),
+        ):
+            with pytest.raises(RegistryError, match=match) as caught:
+                connect(url).find(KEY)
+            shown += traceback.format_exception(caught.value)
+    assert "s3cret" not in caplog.text + "".join(shown)

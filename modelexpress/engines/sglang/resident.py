@@ -501,8 +501,8 @@ class ResidentWeights:
             return Moved(())
         if self._adapter.addresses_are_kept():
             raise NotAvailable(
-                "CUDA graphs hold the addresses of weights that lie in the memory service, and an update gives them other "
-                "ones; restart the server with the new weights, or start it with --disable-cuda-graph"
+                "CUDA graphs hold the addresses of weights that lie in the memory service, and an update gives them "
+                "other ones; restart the server with the new weights, or start it with --disable-cuda-graph"
             )
         moved = make_private(self._adapter, self.model, self._imported, keep=keep)
         self._imported.close()

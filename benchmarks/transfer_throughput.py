@@ -1,0 +1,495 @@
+"""How fast weights move from one process to another: modelexpress beside the raw ways, interleaved, bytes checked.
+
+Every way fills the same parameters of this process, which exist and were touched, from the same memory of another
+process. What is timed of modelexpress is a whole `load()`: the registry, connecting, planning, moving, checking,
+confirming. Of the others it is the copy alone, with everything prepared. Each timed pass has a warm-up of its own way
+right before it, and the target is spoiled in between.
+
+Writes one JSON row a pass to benchmarks/results/transfer_throughput.jsonl, and ratios with the least and the most of
+their pairs to benchmarks/results/summary.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import ctypes
+import json
+import mmap
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import nixl
+from rich.console import Console
+from rich.table import Table
+from transfer_source import REVISION, TCP_REVISION, allocate, digest_of, places_of
+
+import modelexpress
+from modelexpress.adapter import CheckpointModule, ModuleAdapter
+from modelexpress.api import peer_transport
+from modelexpress.config import resolve_config
+from modelexpress.identity import module_identity
+from modelexpress.memory import memory_at
+from modelexpress.model_root import ModelRoot
+from modelexpress.plan import Chunk, TransferPlan
+from modelexpress.registry.base import SourceRecord
+from modelexpress.registry.open import open_registry
+from modelexpress.strategies.base import LoadReport, LoadTarget
+from modelexpress.strategies.chain import LoadStrategyChain
+from modelexpress.strategies.rdma import RdmaFromPeer
+from modelexpress.stripe import Session
+from modelexpress.transport import Arrived, Connection, Moved, Work
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+BLOCK_NBYTES = 16 * 1024 * 1024
+SPOILED_EVERY = 64 * 1024
+Place = tuple[int, int]
+Row = dict[str, object]
+
+# name in summary.json: what is divided by the best of what. Rates, so that more is better.
+RATES = {
+    "peer_vs_raw_copy": ("load", ("vm_readv x1", "vm_readv x2", "memfd x1", "memfd x2")),
+    "peer_verified_vs_raw_copy": ("load, verified", ("vm_readv x1", "vm_readv x2", "memfd x1", "memfd x2")),
+    "peer_vs_plain_nixl": ("load", ("plain nixl",)),
+    "peer_nixl_vs_plain_nixl": ("load, nixl", ("plain nixl",)),
+    "peer_tcp_vs_raw_tcp": ("load, tcp", ("sockets x1", "sockets x2")),
+}
+# Times: less is better.
+TIMES = {
+    "peer_death_at_90_vs_clean": ("death at 90 %", ("two sources",)),
+    "two_sources_one_slow_vs_one": ("two sources, one slow", ("one source",)),
+}
+
+
+class Source:
+    """transfer_source.py while the block runs."""
+
+    def __init__(self, options: argparse.Namespace, registry: str, *, raw: bool = False) -> None:
+        command = [
+            sys.executable,
+            str(HERE / "transfer_source.py"),
+            str(options.nbytes),
+            str(options.tensors),
+            registry,
+        ]
+        environment = {"UCX_NET_DEVICES": "lo", **os.environ}
+        self._process = subprocess.Popen(
+            [*command, "--raw"] if raw else command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("the source did not become ready")
+        self.said = json.loads(line)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()  # closes its stdin, and waits
+
+
+class Target:
+    """The parameters that every way fills."""
+
+    def __init__(self, options: argparse.Namespace, digest: str) -> None:
+        self.model = allocate(options.nbytes, options.tensors)
+        self.places = places_of(self.model)
+        self.nbytes = sum(nbytes for _, nbytes in self.places)
+        self._digest = digest
+
+    def spoil(self) -> None:
+        for tensor in self.model.parameters():
+            tensor[::SPOILED_EVERY] ^= 0xFF
+
+    def check(self, way: str) -> None:
+        if digest_of(self.model) != self._digest:
+            raise SystemExit(f"{way} brought wrong bytes")
+
+
+def load(model: CheckpointModule, registry: str, **options: object) -> LoadReport:
+    """A whole load into the parameters of `model`, which stay where they are."""
+    return modelexpress.load(model, "/nowhere", registry=registry, strategies="rdma", **options)
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def in_threads(count: int, pairs: list[tuple[Place, int]], run: Callable[[int, list[tuple[Place, int]]], None]) -> None:
+    """Give each of `count` threads every count-th block."""
+    threads = [threading.Thread(target=run, args=(at, pairs[at::count])) for at in range(count)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+
+
+class RawWays:
+    """What moves the same bytes without modelexpress. Everything but the copy is prepared here."""
+
+    def __init__(self, source: Source, target: Target, stack: ExitStack) -> None:
+        self._pid = source.pid
+        self._pairs = [
+            ((there + at, min(BLOCK_NBYTES, nbytes - at)), here + at)
+            for (there, nbytes), (here, _) in zip(source.said["places"], target.places, strict=True)
+            for at in range(0, nbytes, BLOCK_NBYTES)
+        ]
+        self._readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
+        self._readv.restype = ctypes.c_ssize_t
+        pointer, count = ctypes.c_void_p, ctypes.c_ulong
+        self._readv.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
+        self._sockets = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", source.said["port"]))) for _ in range(2)
+        ]
+        self._map_shared(source, target, stack)
+        self._connect_nixl(source, target)
+
+    def _map_shared(self, source: Source, target: Target, stack: ExitStack) -> None:
+        fd = os.open(f"/proc/{source.pid}/fd/{source.said['shared']}", os.O_RDWR)
+        stack.callback(os.close, fd)
+        mapped = mmap.mmap(fd, target.nbytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        self._mapped = mapped
+        self._from_shared = []
+        at = 0
+        for here, nbytes in target.places:
+            self._from_shared += [
+                ((address + at + block, min(BLOCK_NBYTES, nbytes - block)), here + block)
+                for block in range(0, nbytes, BLOCK_NBYTES)
+            ]
+            at += nbytes
+
+    def _connect_nixl(self, source: Source, target: Target) -> None:
+        self._agent = nixl.nixl_agent(f"plain-{os.getpid()}", nixl.nixl_agent_config(backends=["UCX"]))
+        self._agent.register_memory([(address, nbytes, 0, "") for address, nbytes in target.places], "DRAM")
+        peer = self._agent.add_remote_agent(bytes.fromhex(source.said["blob"]))
+        here = self._agent.get_xfer_descs([(address, nbytes, 0) for address, nbytes in target.places], "DRAM")
+        there = self._agent.get_xfer_descs([(address, nbytes, 0) for address, nbytes in source.said["places"]], "DRAM")
+        self._handle = self._agent.initialize_xfer("READ", here, there, peer)
+
+    def vm_readv(self, threads: int) -> None:
+        def run(_: int, pairs: list[tuple[Place, int]]) -> None:
+            for (there, nbytes), here in pairs:
+                local, remote = array.array("Q", (here, nbytes)), array.array("Q", (there, nbytes))
+                if self._readv(self._pid, local.buffer_info()[0], 1, remote.buffer_info()[0], 1, 0) != nbytes:
+                    raise OSError(ctypes.get_errno(), "process_vm_readv")
+
+        in_threads(threads, self._pairs, run)
+
+    def memfd(self, threads: int) -> None:
+        def run(_: int, pairs: list[tuple[Place, int]]) -> None:
+            for (there, nbytes), here in pairs:
+                ctypes.memmove(here, there, nbytes)
+
+        in_threads(threads, self._from_shared, run)
+
+    def sockets(self, connections: int) -> None:
+        def run(at: int, pairs: list[tuple[Place, int]]) -> None:
+            opened = self._sockets[at]
+            for place, _ in pairs:  # all at once, so that the source never waits to be asked
+                opened.sendall(array.array("Q", place))
+            for (_, nbytes), here in pairs:
+                view = memory_at(here, nbytes)
+                while len(view):
+                    view = view[opened.recv_into(view) :]
+
+        in_threads(connections, self._pairs, run)
+
+    def plain_nixl(self) -> None:
+        state = self._agent.transfer(self._handle)
+        while state == "PROC":
+            time.sleep(1e-4)
+            state = self._agent.check_xfer_state(self._handle)
+        if state != "DONE":
+            raise SystemExit(f"plain NIXL: {state}")
+
+
+def ways(source: Source, target: Target, registry: str, stack: ExitStack) -> dict[str, Callable[[], object]]:
+    """What is compared, by name. Ours give a report."""
+    raw = RawWays(source, target, stack)
+
+    def tcp() -> LoadReport:
+        with environment(UCX_TLS="tcp"):
+            return load(target.model, registry, revision=TCP_REVISION, transports="nixl", verify="off")
+
+    return {
+        "load": lambda: load(target.model, registry, revision=REVISION, verify="off"),
+        "load, verified": lambda: load(target.model, registry, revision=REVISION),
+        "load, nixl": lambda: load(target.model, registry, revision=REVISION, transports="nixl", verify="off"),
+        "load, tcp": tcp,
+        "vm_readv x1": lambda: raw.vm_readv(1),
+        "vm_readv x2": lambda: raw.vm_readv(2),
+        "memfd x1": lambda: raw.memfd(1),
+        "memfd x2": lambda: raw.memfd(2),
+        "sockets x1": lambda: raw.sockets(1),
+        "sockets x2": lambda: raw.sockets(2),
+        "plain nixl": raw.plain_nixl,
+    }
+
+
+class Recorder:
+    """Times passes and writes their rows."""
+
+    def __init__(self, target: Target, out: Callable[[str], object]) -> None:
+        self.rows: list[Row] = []
+        self._target = target
+        self._out = out
+
+    def time(self, way: str, run: Callable[[], object], pair: int, *, warm_up: bool = True) -> None:
+        if warm_up:
+            run()
+        self._target.spoil()
+        reset_peak()
+        before = rss_bytes()
+        started = time.perf_counter()
+        found = run()
+        seconds = time.perf_counter() - started
+        peak = peak_bytes()
+        self._target.check(way)
+        row: Row = {
+            "way": way,
+            "pair": pair,
+            "nbytes": self._target.nbytes,
+            "tensors": len(self._target.places),
+            "seconds": seconds,
+            "gb_per_s": self._target.nbytes / seconds / 1e9,
+            "extra_bytes": max(0, peak - before),
+            "load_average": os.getloadavg()[0],
+            "nixl": version("nixl"),
+        }
+        if isinstance(found, LoadReport):
+            row |= {"strategy": found.strategy, "shares": found.attempts[-1].shares}
+            row["attempts"] = [f"{each.strategy}: {each.outcome}" for each in found.attempts if each.outcome != "off"]
+        self.rows.append(row)
+        self._out(json.dumps(row) + "\n")
+
+
+def rss_bytes() -> int:
+    return _status("VmRSS")
+
+
+def peak_bytes() -> int:
+    return _status("VmHWM")
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak becomes what is used now
+
+
+def _status(field: str) -> int:
+    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
+
+
+class OneSlow(RdmaFromPeer):
+    """Reads of the source with this pid take ten times as long as they would, as if its network were slow."""
+
+    slow_pid = 0
+
+    @contextmanager
+    def connect(self, record: SourceRecord, stop: threading.Event, deadline: float) -> Iterator[Session]:
+        with super().connect(record, stop, deadline) as session:
+            if record.pid == self.slow_pid:
+                session = replace(session, connection=SlowConnection(session.connection))
+            yield session
+
+
+class SlowConnection(Connection):
+    """Sleeps nine times as long as each chunk took."""
+
+    def __init__(self, inner: Connection) -> None:
+        self.transport = inner.transport
+        self._inner = inner
+
+    def read(
+        self,
+        plan: TransferPlan,
+        *,
+        deadline: float,
+        arrived: Arrived | None = None,
+        moved: Moved | None = None,
+        work: Work | None = None,
+    ) -> None:
+        begun = time.monotonic()
+        last: dict[int, float] = {}
+
+        def late(chunk: Chunk) -> None:
+            lane = threading.get_ident()
+            time.sleep(9 * (time.monotonic() - last.get(lane, begun)))
+            last[lane] = time.monotonic()
+            if arrived is not None:
+                arrived(chunk)
+
+        self._inner.read(plan, deadline=deadline, arrived=late, moved=moved, work=work)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def load_with_one_slow(target: Target, registry: str, slow_pid: int) -> LoadReport:
+    config = resolve_config({"registry": registry, "revision": REVISION})
+    adapter = ModuleAdapter(None, lambda: module_identity(Path("/nowhere"), config))
+    with closing(open_registry(registry, signing_key=None, timeout_s=10, lease_ttl_s=15)) as opened:
+        strategy = OneSlow(
+            opened,
+            peer_transport(config),
+            verify=config.verify,
+            transfer_timeout_s=config.transfer_timeout_s,
+            max_sources=config.max_sources,
+        )
+        strategy.slow_pid = slow_pid
+        return LoadStrategyChain([strategy]).run(LoadTarget(adapter, ModelRoot(target.model)))
+
+
+def load_with_a_death(target: Target, registry: str, victim: Source) -> LoadReport:
+    """Kill a source when nine tenths of the model have arrived."""
+    arrived, lock = 0, threading.Lock()
+
+    def count(nbytes: int) -> None:
+        nonlocal arrived
+        with lock:
+            arrived += nbytes
+            if arrived >= 0.9 * target.nbytes and victim.alive:
+                victim.kill()
+
+    return load(target.model, registry, revision=REVISION, progress=count)
+
+
+def compare_ways(options: argparse.Namespace, folder: str, recorder_of: Callable[[Target], Recorder]) -> list[Row]:
+    registry = f"file://{folder}/ways"
+    with ExitStack() as stack:
+        source = stack.enter_context(Source(options, registry, raw=True))
+        target = Target(options, source.said["digest"])
+        compared = ways(source, target, registry, stack)
+        recorder = recorder_of(target)
+        for pair in range(options.pairs):
+            for way, run in compared.items():
+                recorder.time(way, run, pair)
+        return recorder.rows
+
+
+def compare_sources(options: argparse.Namespace, folder: str, recorder_of: Callable[[Target], Recorder]) -> list[Row]:
+    """What a slow and a dying source cost. Two sources stay; the third is made anew for each death."""
+    registry, alone = f"file://{folder}/two", f"file://{folder}/one"
+    with ExitStack() as stack:
+        first = stack.enter_context(Source(options, registry))
+        single = stack.enter_context(Source(options, alone))
+        target = Target(options, first.said["digest"])
+        recorder = recorder_of(target)
+        for pair in range(options.pairs):
+            with Source(options, registry) as second:
+                recorder.time("two sources", lambda: load(target.model, registry, revision=REVISION), pair)
+                recorder.time("one source", lambda: load(target.model, alone, revision=REVISION), pair)
+                slow = partial(load_with_one_slow, target, registry, second.pid)
+                recorder.time("two sources, one slow", slow, pair)
+                load(target.model, registry, revision=REVISION)
+                death = partial(load_with_a_death, target, registry, second)
+                recorder.time("death at 90 %", death, pair, warm_up=False)
+        del single
+        return recorder.rows
+
+
+def ratios_of(rows: list[Row], pairs: int) -> dict[str, dict[str, float]]:
+    seconds = {(row["way"], row["pair"]): float(str(row["seconds"])) for row in rows}
+    found = {}
+    for table, invert in ((RATES, True), (TIMES, False)):
+        for name, (ours, others) in table.items():
+            if (ours, 0) not in seconds:
+                continue
+            # The fastest of the others is one of them for the whole run, not the luckiest of each pair.
+            best = min(others, key=lambda way: statistics.median(seconds[way, pair] for pair in range(pairs)))
+            each = [seconds[ours, pair] / seconds[best, pair] for pair in range(pairs)]
+            each = [1 / ratio for ratio in each] if invert else each
+            found[name] = {"median": statistics.median(each), "min": min(each), "max": max(each), "pairs": pairs}
+    extra = [float(str(row["extra_bytes"])) / 2**20 for row in rows if "strategy" in row]
+    if extra:
+        found["peer_extra_memory_mib"] = {
+            "median": statistics.median(extra),
+            "min": min(extra),
+            "max": max(extra),
+            "pairs": len(extra),
+        }
+    return found
+
+
+def add_to_summary(ratios: dict[str, dict[str, float]]) -> None:
+    path = RESULTS / "summary.json"
+    summary = json.loads(path.read_text()) if path.exists() else {"ratios": {}}
+    summary["ratios"] |= ratios
+    path.write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n")
+
+
+def show(rows: list[Row], ratios: dict[str, dict[str, float]]) -> None:
+    table = Table("way", "GB/s, median", "least", "most", "extra MiB, most")
+    for way in dict.fromkeys(str(row["way"]) for row in rows):
+        of_way = [row for row in rows if row["way"] == way]
+        rates = [float(str(row["gb_per_s"])) for row in of_way]
+        extra = max(float(str(row["extra_bytes"])) for row in of_way) / 2**20
+        cells = (statistics.median(rates), min(rates), max(rates))
+        table.add_row(way, *(f"{each:.2f}" for each in cells), f"{extra:.1f}")
+    found = Table("ratio", "median", "min", "max", "pairs")
+    for name, each in ratios.items():
+        found.add_row(name, *(f"{each[key]:.2f}" for key in ("median", "min", "max")), str(each["pairs"]))
+    console = Console(width=max(120, Console().width))
+    console.print(table)
+    console.print(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--nbytes", type=int, default=2_000_000_000)
+    parser.add_argument("--tensors", type=int, default=300)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--only", choices=("ways", "sources"))
+    options = parser.parse_args()
+    os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    RESULTS.mkdir(exist_ok=True)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder, (RESULTS / "transfer_throughput.jsonl").open("a") as out:
+        if options.only != "sources":
+            rows += compare_ways(options, folder, lambda target: Recorder(target, out.write))
+        if options.only != "ways":
+            rows += compare_sources(options, folder, lambda target: Recorder(target, out.write))
+    ratios = ratios_of(rows, options.pairs)
+    add_to_summary(ratios)
+    show(rows, ratios)
+
+
+if __name__ == "__main__":
+    main()
