@@ -133,10 +133,16 @@ class Stripe:
         self._members = tuple(_Member(each) for each in sources)
         self._threads: list[threading.Thread] = []
         self._offer: Offer | None = None
+        self._first: _Member | None = None
         self._lost: list[tuple[_Member, Lost]] = []
         self._read: _Read | None = None
         self._failure: BaseException | None = None
         self._closed = False
+
+    @property
+    def first(self) -> str | None:
+        """The source that said which bytes are read."""
+        return self._first.name if self._first is not None else None
 
     @property
     def lost(self) -> tuple[Lost, ...]:
@@ -323,7 +329,7 @@ class Stripe:
         """The first source says which bytes are read; the others are read, too, where they have the same."""
         with self._changed:
             if self._offer is None:
-                self._offer = session.offer
+                self._offer, self._first = session.offer, member
             if self._offer is session.offer or _alike(self._offer, session.offer):
                 member.state = "serving"
                 member.session = session
@@ -336,7 +342,7 @@ class Stripe:
         """Wait for chunks to move; None when there will be none for this source."""
         with self._changed:
             while not self._closed and member.state == "serving":
-                if self._read is not None and self._read.left and not self._read.closed:
+                if self._read is not None and self._read.left and not self._read.closed and self._failure is None:
                     member.work = _Taken(self._changed, self._read, member)
                     return self._read
                 self._changed.wait()
@@ -355,7 +361,6 @@ class Stripe:
             self._lose(member, exc, keep=not isinstance(exc, VerificationFailed))
         except BaseException as exc:  # noqa: BLE001 - before any chunk is given back: the memory may not be safe
             self._fail(exc)
-            return
         if member.cut_off and member.state == "serving":
             self._lose(member, TransferFailed(f"its read ended {read}"))
         with self._changed:
@@ -390,6 +395,8 @@ class Stripe:
         with self._changed:
             if self._failure is None or isinstance(exc, RecoveryFailed):
                 self._failure = exc
+            if self._read is not None:
+                self._read.closed = True
             self._changed.notify_all()
 
 

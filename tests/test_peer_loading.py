@@ -61,13 +61,13 @@ class Fleet:
 
     def __init__(self, path):
         self.path = path
-        self._endpoints = set()
+        self.endpoints = set()
 
     def open_registry(self):
         return DirectoryRegistry(self.path, signing_key=None)
 
     def wire(self, during=None):
-        wire = Wire(self._endpoints)
+        wire = Wire(self.endpoints)
         wire.during = during
         return wire
 

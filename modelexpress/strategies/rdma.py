@@ -109,22 +109,28 @@ class _Peers:
         self._tolerates = tolerates
 
     def tolerates(self, source: str) -> Dirt:
-        """The most dirt that an attempt with this source can start on: any, where it will do nothing."""
-        return Dirt.ANYTHING if source in self._lost else self._tolerates
+        """The most dirt that an attempt called `source` can start on: any, where it has nothing to read from."""
+        return self._tolerates if self._left else Dirt.ANYTHING
 
     @contextmanager
     def stripe(self, source: str) -> Iterator[Stripe]:
-        """Read from `source`, and from all the others that were neither lost nor the first of an attempt before.
+        """Read from `source`, and from all others that nothing has become of yet.
 
-        Raises: what ended `source`, if it was lost in an attempt before.
+        An attempt that fails uses up at least the source whose bytes were read; where that was not `source`, the
+        attempt that is called after the other one reads `source`. So every source is tried.
+
+        Raises: what ended `source`, when no source is left.
         """
-        if source in self._lost:
-            raise self._lost[source].again(source)
+        if not self._left:
+            raise self._lost[source].again(source) if source in self._lost else NotAvailable("it was tried before")
         strategy, records = self._strategy, dict(self._left)
-        del self._left[source]
-        names = [source, *(each for each in records if each != source)] if strategy.together else [source]
+        names = sorted(records, key=lambda name: name != source)
         deadline = time.monotonic() + strategy.transfer_timeout_s
-        stripe = Stripe(names, lambda name, stop: strategy.connect(records[name], stop, deadline), deadline=deadline)
+        stripe = Stripe(
+            names if strategy.together else names[:1],
+            lambda name, stop: strategy.connect(records[name], stop, deadline),
+            deadline=deadline,
+        )
         try:
             with stripe:
                 yield stripe
@@ -132,6 +138,7 @@ class _Peers:
             for lost in stripe.lost:
                 self._lost[lost.source] = lost
                 self._left.pop(lost.source, None)
+            self._left.pop(stripe.first or names[0], None)
 
 
 def _stats(nbytes: int, stripe: Stripe) -> TransferStats:

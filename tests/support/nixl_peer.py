@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from modelexpress.host_transport import HostTransport
 from modelexpress.manifest import Manifest, StorageSpec, TensorSpec
 from modelexpress.offer import Offer, decode_offer
+from modelexpress.transport import Transport
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -47,11 +49,15 @@ class Peer:
 
     Args:
         env: the peer's `UCX_*` variables; it has no others.
+        transport: "nixl" or "host".
     """
 
-    def __init__(self, sizes: list[int], *, seed: int = 1, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, sizes: list[int], *, seed: int = 1, env: Mapping[str, str] | None = None, transport: str = "nixl"
+    ) -> None:
         self._pipe, theirs = _FORKING.Pipe()
-        self.process = _FORKING.Process(target=_serve, args=(theirs, sizes, seed, dict(env or {})), daemon=True)
+        arguments = (theirs, sizes, seed, dict(env or {}), transport)
+        self.process = _FORKING.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
         try:
@@ -91,9 +97,15 @@ class Peer:
         self.close()
 
 
-def _serve(pipe: Connection, sizes: list[int], seed: int, env: dict[str, str]) -> None:
+def _open(transport: str) -> Transport:
+    if transport == "host":
+        return HostTransport(lanes=1)
     from modelexpress.nixl_transport import NixlTransport
 
+    return NixlTransport(lanes=1, connect_timeout_s=5)
+
+
+def _serve(pipe: Connection, sizes: list[int], seed: int, env: dict[str, str], transport: str) -> None:
     for name in [each for each in os.environ if each.startswith("UCX_")]:
         del os.environ[name]
     os.environ.update(env)
@@ -102,7 +114,7 @@ def _serve(pipe: Connection, sizes: list[int], seed: int, env: dict[str, str]) -
     for at, each in enumerate(arrays):
         each[:] = pattern(seed, at, each.nbytes)
     manifest = manifest_over(arrays)
-    registration = NixlTransport(lanes=1, connect_timeout_s=5).register(manifest)
+    registration = _open(transport).register(manifest)
     pipe.send(Offer(manifest, registration.endpoint, b"").encode())
     with suppress(EOFError):  # the test has ended
         while command := pipe.recv():
