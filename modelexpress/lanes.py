@@ -22,6 +22,10 @@ GRACE_S = 3.0
 _LOOK_S = 0.1  # between two looks at whether somebody stopped the read
 
 
+class _Stopped(TransferFailed):
+    """Another lane, or the caller, has the reason."""
+
+
 class Reading:
     """One read of one source, seen by all its lanes: what is left, what arrived, and whether to stop."""
 
@@ -64,8 +68,10 @@ class Reading:
         return not self.stopped and time.monotonic() < self.deadline
 
     def out_of_time(self) -> TransferFailed:
-        why = "was stopped" if self.stopped else "deadline passed"
-        return TransferFailed(f"{why} {self}: the source is stopped, overloaded or out of reach")
+        """Why a lane does not go on; of several lanes the one that knows the reason is heard."""
+        if time.monotonic() < self.deadline:
+            return _Stopped(f"was stopped {self}")
+        return TransferFailed(f"deadline passed {self}: the source is stopped, overloaded or out of reach")
 
     def __str__(self) -> str:
         return (
@@ -132,6 +138,7 @@ def _raise_first(running: list[Future[None]]) -> None:
         key=lambda each: (
             not isinstance(each.exception(), RecoveryFailed),
             isinstance(each.exception(), TransferFailed),
+            isinstance(each.exception(), _Stopped),
         )
     )
     running.clear()
