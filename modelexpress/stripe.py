@@ -8,7 +8,7 @@ Which chunks count:
 
 | what happened to their source | its chunks of this read |
 |---|---|
-| its generation still stands when all chunks are there | count |
+| its generation still stands when all chunks are there; one source's must | count |
 | it died, stalled or closed while it was read | those that were announced count: each was proven after it was copied, or its checksum was right |
 | it sent a wrong byte, or its generation does not stand any more | are moved again from the others |
 
@@ -174,8 +174,8 @@ class Stripe:
 
         `arrived` and `moved` as in Connection.read; a chunk that is moved again is announced again. A
         StrategyError that they raise ends the read of its source, anything else goes up. When this returns,
-        every source that delivered has confirmed its generation, or was lost. When it returns or raises, nothing
-        will write to the target memory any more.
+        every source has confirmed its generation or was lost, and one at least has confirmed. When it returns
+        or raises, nothing will write to the target memory any more.
 
         Raises:
             StrategyError, RegistryError: no source is left; what ended the preferred one.
@@ -257,21 +257,24 @@ class Stripe:
                 member.work.stop()
 
     def _doubt(self, read: _Read) -> bool:
-        """Have every source that delivered confirm its generation. True when some of the work is to be done again."""
+        """Have every source that serves confirm its generation; one at least must, or nobody vouches for the bytes of
+        those that were lost. True when some of the work is to be done again.
+        """
         with self._changed:
-            serving = [each for each in self._members if each.state == "serving" and each.session is not None]
-            delivered = set(read.done.values())
-            asked = [each for each in serving if each in delivered or not read.done]
-            if not asked and not read.done:
-                raise self._nobody_left()
-        for member in asked:
+            serving = [(each, each.session) for each in self._members if each.state == "serving" and each.session]
+        confirmed = 0
+        for member, session in serving:
             try:
-                if member.session is not None:
-                    member.session.confirm()
+                session.confirm()
+                confirmed += 1
             except (StrategyError, RegistryError) as exc:
                 self._lose(member, exc, keep=False)
-                if not read.done:
-                    return True
+        if not confirmed:
+            with self._changed:
+                if all(each.state == "over" for each in self._members):
+                    raise self._nobody_left()
+                self._changed.wait(_LOOK_S)  # for those that are being connected
+            return True
         return not read.complete
 
     def _end(self, read: _Read) -> None:

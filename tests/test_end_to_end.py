@@ -142,6 +142,7 @@ def kill_when_read(peer, registry):
 def test_a_stopped_peer_is_left_at_the_deadline_and_cannot_write_later(checkpoint, registry, monkeypatch):
     """A20: SIGSTOP after the source was found; what wakes up later changes nothing in the accepted model."""
     monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("MX_TRANSPORTS", "nixl")  # the host's own way needs nothing of the source
     with PeerProcess.serve(checkpoint, registry) as peer:
         os.kill(peer.pid, signal.SIGSTOP)
         started = time.monotonic()
