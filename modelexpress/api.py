@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -164,6 +164,7 @@ def fill_root(
     Args:
         fetch: brings the checkpoint to this machine and says where; called when it is the turn of the disk.
     """
+    named = _digest_of(checkpoint, config) if fetch is None else None
     with default_chain(config, checkpoint, fetch=fetch) as chain:
         report = chain.run(LoadTarget(adapter, ModelRoot(root()), progress))
         gms = next((each for each in chain.strategies if isinstance(each, GmsImport)), None)
@@ -173,7 +174,7 @@ def fill_root(
         keeps = config.publish and config.gms is not None and not (imported or broken)
         staging = gms.take_staging() if gms is not None and keeps else None
     report = replace(report, imported=imported, preloaded_nbytes=preloaded_nbytes)
-    return Filled(adapter, checkpoint, config, report, keeps, staging)
+    return Filled(adapter, checkpoint, config, report, keeps, staging, named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,7 @@ class Filled:
     Attributes:
         keeps: whether its weights go into the memory service.
         staging: the claim of this process to put them there, where it has one already.
+        named: the digest of the files before they were read, where they go by it.
     """
 
     adapter: EngineAdapter
@@ -191,6 +193,7 @@ class Filled:
     report: LoadReport
     keeps: bool
     staging: Staging | None
+    named: str | None = None
 
     def publish(self) -> LoadReport:
         """Move the weights into the memory service and offer them to peers, where the config asks for it.
@@ -199,6 +202,16 @@ class Filled:
         """
         model, config, imported = self.report.model, self.config, self.report.imported
         if model is None:
+            return self.report
+        if (
+            self.named is not None
+            and self.report.strategy == "disk"
+            and self.named != _digest_of(self.checkpoint, config)
+        ):
+            logger.warning(
+                "%s changed while it was loaded: what was loaded has no name, and is not published", self.checkpoint
+            )
+            self.close()
             return self.report
         if self.keeps and config.gms is not None:
             imported = _keep_in_service(self.adapter, model, config.gms, self.staging, self.checkpoint, config)
@@ -211,6 +224,15 @@ class Filled:
         """Give up the claim: nothing will be published."""
         if self.staging is not None:
             self.staging.close()
+
+
+def _digest_of(checkpoint: Path, config: Config) -> str | None:
+    """What files that are to be published go by, where that is the digest of their content."""
+    if not config.publish or config.revision is not None:
+        return None
+    with suppress(NotAvailable):
+        return content_of(checkpoint, config)[1]
+    return None
 
 
 def _keep_in_service(

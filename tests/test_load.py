@@ -239,3 +239,20 @@ def test_public_names_are_all_importable():
     assert issubclass(RecoveryFailed, modelexpress.ModelExpressError)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         modelexpress.nothing  # noqa: B018 - the access is the test
+
+
+def test_files_that_change_while_they_are_loaded_are_not_published(tmp_path):
+    """Their digest would be that of other bytes than those that were loaded."""
+    folder = tmp_path / "changing"
+    folder.mkdir()
+    model = randomize(TinyModel(), 5)
+    path = save(folder, model, without=["head.weight"])
+
+    def change(_loaded):
+        save(folder, randomize(TinyModel(), 6), without=["head.weight"])
+
+    report = modelexpress.load(TinyModel, path, derive=change, registry=f"file://{tmp_path}/registry", publish=True)
+
+    assert report.strategy == "disk"
+    assert report.publication is None
+    assert snapshot(report.model)["head.weight"] == snapshot(model)["head.weight"]
