@@ -102,7 +102,7 @@ def main(nbytes: int, tensors: int, registry: str, *, raw: bool) -> None:
         if raw:
             agent, blob = nixl_agent_over(places)
             os.environ["UCX_TLS"] = "tcp"
-            tcp = {"registry": registry, "revision": TCP_REVISION, "transports": "nixl"}
+            tcp = {"registry": registry, "revision": TCP_REVISION, "transports": "nixl,tcp"}
             stack.enter_context(modelexpress.publish(model, "/nowhere", **tcp))
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             threading.Thread(target=answer, args=(listener,), daemon=True).start()

@@ -37,6 +37,7 @@ from modelexpress.strategies.chain import LoadStrategyChain
 from modelexpress.strategies.disk import DiskCheckpoint, open_files
 from modelexpress.strategies.gms import GmsImport
 from modelexpress.strategies.rdma import RdmaFromPeer
+from modelexpress.tcp_transport import TcpTransport
 from modelexpress.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -366,6 +367,9 @@ def peer_transport(config: Config) -> Callable[[], Transport]:
     ways: dict[str, Callable[[], Transport]] = {
         "host": lambda: HostTransport(lanes=config.threads),
         "nixl": lambda: nixl_transport(config),
+        "tcp": lambda: TcpTransport(
+            lanes=config.threads, connect_timeout_s=config.connect_timeout_s, listen=config.listen
+        ),
     }
     if config.transports == ("nixl",):
         nixl_transport(config).close()

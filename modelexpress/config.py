@@ -20,7 +20,8 @@ from modelexpress.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 STRATEGIES = ("rdma", "gms", "disk")
-TRANSPORTS = ("host", "nixl")
+TRANSPORTS = ("host", "nixl", "tcp")
+_DEFAULT_TRANSPORTS = ("host", "nixl")  # tcp opens a port, so it is asked for
 ENV_PREFIX = "MX_"
 
 _MOST_SECONDS = 366 * 24 * 3600  # far below what clocks and sockets overflow at
@@ -49,7 +50,9 @@ class Config:
         verify: check bytes that came from another process against the checksums of their source: on, off,
             or sampled (one piece in eight). On disk it applies where checksums were recorded.
         transports: ways to a peer, tried in this order: host (the kernel copies from a process of this host), nixl
-            (RDMA, host shared memory or TCP). A source offers itself by all of them.
+            (RDMA, host shared memory or TCP), tcp (plain connections, to the source's `listen`). A source offers
+            itself by all of them.
+        listen: the address of this host at which a source with the transport tcp is reached.
         publish: serve the weights to others once they are loaded: in the registry, in the memory service, or
             both, whichever is set.
         publish_when: offer them to peers as soon as they are loaded, or when the engine is ready to serve. Without
@@ -70,7 +73,8 @@ class Config:
     revision: str | None = None
     model_name: str | None = None
     verify: Literal["on", "off", "sampled"] = "on"
-    transports: tuple[str, ...] = TRANSPORTS
+    transports: tuple[str, ...] = _DEFAULT_TRANSPORTS
+    listen: str = "127.0.0.1"
     publish: bool = False
     publish_when: Literal["loaded", "ready"] = "loaded"
     strict: bool = False
@@ -192,6 +196,17 @@ def _count(value: object) -> int:
     return count
 
 
+def _host_address(value: object) -> str:
+    import ipaddress  # here, since few need it and everybody waits for it
+
+    if not isinstance(value, str):
+        raise TypeError
+    address = ipaddress.ip_address(value)
+    if address.is_unspecified or address.is_multicast:
+        raise ValueError
+    return str(address)
+
+
 def _flag(value: object) -> bool:
     if isinstance(value, bool):
         return value
@@ -240,6 +255,7 @@ _PARSERS: Mapping[str, tuple[Callable[[object], object], str]] = {
     "model_name": (_text, "a model's name, like org/model"),
     "verify": (_one_of("on", "off", "sampled"), "on, off or sampled"),
     "transports": (_some_of("transport", TRANSPORTS), f"some of {','.join(TRANSPORTS)}, in the order to try them"),
+    "listen": (_host_address, "an IP address of this host, like 10.0.0.7; not one that stands for all"),
     "publish": _FLAG,
     "publish_when": (_one_of("loaded", "ready"), "loaded or ready"),
     "strict": _FLAG,

@@ -17,35 +17,23 @@ import functools
 import os
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from modelexpress.devices import bind_thread
+from modelexpress.destination import Destination, Run, steps
 from modelexpress.errors import NotAvailable, TransferFailed
 from modelexpress.frame import framed, unframed
 from modelexpress.lanes import Reading, run_lanes
-from modelexpress.manifest import PIECE_NBYTES, Manifest
-from modelexpress.memory import device_memory_at
-from modelexpress.plan import Chunk, TransferPlan
+from modelexpress.manifest import Manifest
+from modelexpress.plan import TransferPlan
 from modelexpress.transport import Arrived, Connection, Moved, Registration, Transport, Work
 
-if TYPE_CHECKING:
-    import torch
-
-# One step of a chunk: what is checked next still lies in the core's own cache. Copy and xxh3 together, two threads:
-# 256 KiB to 512 KiB steps 1.35 times as fast as whole chunks of 16 MiB.
-_STEP_NBYTES = 512 * 1024
-
-_MOST_RUNS = 1024  # UIO_MAXIOV, <linux/uio.h>: more in one call is EINVAL
 _PROOF_NBYTES = 16
 _START_TIME = 19  # field 22 of /proc/PID/stat, counted behind the name: proc(5)
 _MAGIC = b"MXHOST\x00\x01"
 _THREADS = "mx-host"
-
-_Run = tuple[int, int, int]  # local address, remote address, bytes
 
 
 class _Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -145,10 +133,10 @@ class _HostConnection(Connection):
 
 def _run_lane(source: _Endpoint, reading: Reading) -> None:
     """Move chunks until none is left."""
-    destination = _Destination(reading.plan)
+    destination = Destination(reading.plan)
     while (chunk := reading.take()) is not None:
         start = 0
-        for runs in _steps(destination.runs(chunk)):
+        for runs in steps(destination.runs(chunk)):
             if not reading.goes_on():
                 raise reading.out_of_time()
             nbytes = sum(each[2] for each in runs)
@@ -198,7 +186,7 @@ def _prove(source: _Endpoint) -> None:
         raise NotAvailable("the source has closed its registration, or another process has its number")
 
 
-def _copy(pid: int, runs: Sequence[_Run]) -> None:
+def _copy(pid: int, runs: Sequence[Run]) -> None:
     """Copy each run from the other process. At most _MOST_RUNS.
 
     Raises:
@@ -220,70 +208,6 @@ def _copy(pid: int, runs: Sequence[_Run]) -> None:
         )
     why = os.strerror(number) if number else f"{copied:,} of {wanted:,} bytes came"
     raise NotAvailable(f"the source's memory cannot be read, it may be ending: {why}")
-
-
-class _Destination:
-    """Where chunks are copied to: the target's memory, or a page-locked buffer on the way to its device.
-
-    Attributes:
-        staged: whether the chunk that is being moved is, in part, only in the buffer.
-    """
-
-    def __init__(self, plan: TransferPlan) -> None:
-        self._plan = plan
-        self._buffer: torch.Tensor | None = None
-        self._staged: list[tuple[torch.Tensor, int, str]] = []
-
-    @property
-    def staged(self) -> bool:
-        return bool(self._staged)
-
-    def runs(self, chunk: Chunk) -> list[_Run]:
-        """The copies that a chunk takes. The buffer holds a whole chunk, since a chunk is at most a piece."""
-        runs: list[_Run] = []
-        filled = 0
-        for part in chunk.ranges:
-            local = self._plan.target_address(part)
-            device = self._plan.target.storages[part.target_storage].device
-            if device != "cpu":
-                bind_thread(device)
-                place = self._host()[filled : filled + part.nbytes]
-                filled += part.nbytes
-                self._staged.append((place, local, device))
-                local = place.data_ptr()
-            runs.append((local, self._plan.source_address(part), part.nbytes))
-        return runs
-
-    def land(self) -> None:
-        """Copy what was staged to its device, and wait for it."""
-        for place, address, device in self._staged:
-            device_memory_at(address, place.nbytes, device).copy_(place)
-        self._staged.clear()
-
-    def _host(self) -> torch.Tensor:
-        if self._buffer is None:
-            import torch  # here, so that `modelexpress sources` need not wait for it
-
-            self._buffer = torch.empty(PIECE_NBYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return self._buffer
-
-
-def _steps(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
-    """Cut runs into steps of at most _STEP_NBYTES and _MOST_RUNS, in their order."""
-    step: list[_Run] = []
-    room = _STEP_NBYTES
-    for local, remote, nbytes in runs:
-        at = 0
-        while at < nbytes:
-            if not room or len(step) == _MOST_RUNS:
-                yield step
-                step, room = [], _STEP_NBYTES
-            taken = min(room, nbytes - at)
-            step.append((local + at, remote + at, taken))
-            at += taken
-            room -= taken
-    if step:
-        yield step
 
 
 def _here() -> _Endpoint:

@@ -52,6 +52,8 @@ LEVELS = {
     "lanes": 4,
     "nixl_transport": 5,
     "host_transport": 5,
+    "tcp_transport": 5,
+    "destination": 3,
     "peer_transport": 4,
     "stripe": 5,
     "registry.url": 1,

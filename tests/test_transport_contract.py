@@ -12,6 +12,7 @@ from modelexpress.host_transport import HostTransport
 from modelexpress.manifest import PIECE_NBYTES, Manifest
 from modelexpress.peer_transport import PeerTransport
 from modelexpress.plan import plan_transfer
+from modelexpress.tcp_transport import TcpTransport
 from modelexpress.transport import LocalTransport, Work
 from tests.support.nixl_peer import manifest_over, pattern
 
@@ -32,6 +33,10 @@ def nixl_transport():
 
 def host_transport():
     return HostTransport(lanes=2)
+
+
+def tcp_transport():
+    return TcpTransport(lanes=2, connect_timeout_s=2, listen="127.0.0.1")
 
 
 def peer_transport():
@@ -55,7 +60,7 @@ def second_of_two():
 with_nixl = [pytest.param(each, marks=pytest.mark.nixl) for each in (nixl_transport, both_transports, second_of_two)]
 
 
-@pytest.fixture(params=[local_transport, host_transport, peer_transport, *with_nixl])
+@pytest.fixture(params=[local_transport, host_transport, tcp_transport, peer_transport, *with_nixl])
 def transport(request):
     with closing(request.param()) as made:
         yield made

@@ -13,6 +13,7 @@ import numpy as np
 from modelexpress.host_transport import HostTransport
 from modelexpress.manifest import Manifest, StorageSpec, TensorSpec
 from modelexpress.offer import Offer, decode_offer
+from modelexpress.tcp_transport import TcpTransport
 from modelexpress.transport import Transport
 
 ROOT = Path(__file__).parent.parent.parent
@@ -50,7 +51,7 @@ class Peer:
 
     Args:
         env: the peer's `UCX_*` variables; it has no others.
-        transport: "nixl" or "host".
+        transport: "nixl", "host" or "tcp".
     """
 
     def __init__(
@@ -101,6 +102,8 @@ class Peer:
 def _open(transport: str) -> Transport:
     if transport == "host":
         return HostTransport(lanes=1)
+    if transport == "tcp":
+        return TcpTransport(lanes=1, connect_timeout_s=5, listen="127.0.0.1")
     from modelexpress.nixl_transport import NixlTransport
 
     return NixlTransport(lanes=1, connect_timeout_s=5)
