@@ -83,7 +83,7 @@ class Model:
         return all((each[:GUARD] == 0xEE).all() and (each[-GUARD:] == 0xEE).all() for each in self._whole)
 
 
-def soon(seconds=10.0):
+def soon(seconds=30.0):
     return time.monotonic() + seconds
 
 
