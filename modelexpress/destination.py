@@ -13,9 +13,9 @@ from modelexpress.plan import Chunk, TransferPlan
 if TYPE_CHECKING:
     import torch
 
-# One step of a chunk: what is checked next still lies in the core's own cache. Copy and xxh3 together, two threads:
-# 256 KiB to 512 KiB steps took 0.86 of the CPU time of whole chunks of 16 MiB.
-_STEP_NBYTES = 512 * 1024
+# One step of a chunk whose bytes are looked at right after it: they still lie in the core's own cache. Copy and xxh3
+# together, two threads: steps of 256 KiB to 512 KiB took 0.86 of the CPU time of whole chunks of 16 MiB.
+STEP_NBYTES = 512 * 1024
 
 _MOST_RUNS = 1024  # UIO_MAXIOV, <linux/uio.h>: more in one call is EINVAL
 
@@ -72,16 +72,16 @@ class Destination:
         return self._buffer
 
 
-def steps(runs: Sequence[Run]) -> Iterator[list[Run]]:
-    """Cut runs into steps that one call to the kernel can take, in their order."""
+def steps(runs: Sequence[Run], *, most: int) -> Iterator[list[Run]]:
+    """Cut runs into steps of at most `most` bytes that one call to the kernel can take, in their order."""
     step: list[Run] = []
-    room = _STEP_NBYTES
+    room = most
     for local, remote, nbytes in runs:
         at = 0
         while at < nbytes:
             if not room or len(step) == _MOST_RUNS:
                 yield step
-                step, room = [], _STEP_NBYTES
+                step, room = [], most
             taken = min(room, nbytes - at)
             step.append((local + at, remote + at, taken))
             at += taken

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import msgspec
 
-from modelexpress.destination import Destination, Run, steps
+from modelexpress.destination import STEP_NBYTES, Destination, Run, steps
 from modelexpress.errors import NotAvailable, TransferFailed
 from modelexpress.frame import framed, unframed
 from modelexpress.lanes import Reading, run_lanes
-from modelexpress.manifest import Manifest
+from modelexpress.manifest import PIECE_NBYTES, Manifest
 from modelexpress.plan import TransferPlan
 from modelexpress.transport import Arrived, Connection, Moved, Registration, Transport, Work
 
@@ -134,9 +134,10 @@ class _HostConnection(Connection):
 def _run_lane(source: _Endpoint, reading: Reading) -> None:
     """Move chunks until none is left."""
     destination = Destination(reading.plan)
+    most = STEP_NBYTES if reading.moved is not None else PIECE_NBYTES
     while (chunk := reading.take()) is not None:
         start = 0
-        for runs in steps(destination.runs(chunk)):
+        for runs in steps(destination.runs(chunk), most=most):
             if not reading.goes_on():
                 raise reading.out_of_time()
             nbytes = sum(each[2] for each in runs)

@@ -345,10 +345,11 @@ class Stripe:
         """Wait for chunks to move; None when there will be none for this source."""
         with self._changed:
             while not self._closed and member.state == "serving":
-                if self._read is not None and self._read.left and not self._read.closed and self._failure is None:
-                    member.work = _Taken(self._changed, self._read, member)
-                    return self._read
-                self._changed.wait()
+                read = self._read if self._failure is None else None
+                if read is not None and read.has_work_for(member):
+                    member.work = _Taken(self._changed, read, member)
+                    return read
+                self._changed.wait(_LOOK_S if read is not None and read.left else None)
             return None
 
     def _take_part(self, member: _Member, session: Session, read: _Read) -> None:
@@ -417,6 +418,7 @@ class _Read:
         self.complete_at = time.monotonic()
         self._plan = plan
         self._taken: dict[int, tuple[_Member, float]] = {}
+        self._paces: dict[_Member, _Pace] = {}
 
     @property
     def complete(self) -> bool:
@@ -427,11 +429,28 @@ class _Read:
         here = msgspec.structs.replace(self._plan.source, storages=source.storages)
         return msgspec.structs.replace(self._plan, source=here)
 
-    def take(self, member: _Member) -> Chunk | None:
+    def has_work_for(self, member: _Member) -> bool:
+        """Whether a chunk is left that the others would not have moved, too, by the time that `member` has.
+
+        Without this a slow source begins a last chunk for which all others wait. The fastest always has work.
+        """
         if self.closed or not self.left:
+            return False
+        others = [pace for other, pace in self._paces.items() if other is not member and other.state == "serving"]
+        mine = self._paces.get(member)
+        if mine is None or not mine.chunks or not any(pace.chunks for pace in others):
+            return True
+        now = time.monotonic()
+        per_s = sum(pace.chunks / (now - pace.since) for pace in others)
+        return mine.chunk_s <= len(self.left) / per_s + min(pace.chunk_s for pace in others if pace.chunks)
+
+    def take(self, member: _Member) -> Chunk | None:
+        if not self.has_work_for(member):
             return None
         number = self.left.popleft()
-        self._taken[number] = (member, time.monotonic())
+        now = time.monotonic()
+        self._taken[number] = (member, now)
+        self._paces.setdefault(member, _Pace(now))
         return self.chunks[number]
 
     def finish(self, chunk: Chunk, member: _Member) -> None:
@@ -439,6 +458,7 @@ class _Read:
         self.done[_number(chunk)] = member
         self.complete_at = time.monotonic()
         self.slowest_s = max(self.slowest_s, self.complete_at - since)
+        self._paces[member].count(self.complete_at - since)
 
     def give_back(self, member: _Member, *, finished: bool = False) -> None:
         """What `member` has taken and not finished is left again; with `finished`, what it finished, too."""
@@ -458,6 +478,19 @@ class _Read:
 
     def __str__(self) -> str:
         return f"after {len(self.done)} of {len(self.chunks)} chunks"
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How fast a source is: chunks since its first was taken, and the mean time that one takes."""
+
+    since: float
+    chunks: int = 0
+    chunk_s: float = 0.0
+
+    def count(self, seconds: float) -> None:
+        self.chunks += 1
+        self.chunk_s += (seconds - self.chunk_s) / self.chunks
 
 
 class _Taken(Work):

@@ -24,13 +24,14 @@ import struct
 import threading
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
 import msgspec
 
-from modelexpress.destination import Destination, Run, steps
+from modelexpress.destination import STEP_NBYTES, Destination, Run, steps
 from modelexpress.errors import NotAvailable, RecoveryFailed, TransferFailed
 from modelexpress.frame import framed, unframed
 from modelexpress.lanes import Reading, run_lanes
@@ -50,9 +51,11 @@ _PROOF_NBYTES = 32  # HMAC-SHA256
 _COUNT = struct.Struct("<I")
 _RANGE = struct.Struct("<QQ")  # address, bytes
 
-# In one request. The next one is sent while the answer to the one before is on its way, so it must fit into the buffers
-# of a connection whose other end is busy sending: 32 KiB, of at least 64.
+# In one request, and in all that wait for their answers: they must fit into the buffers of a connection whose other
+# end is busy sending. 32 KiB, of at least 64.
 _MOST_RANGES = 2048
+
+_AHEAD = 3  # chunks that a lane has asked for, so that the source need not wait to be asked
 
 # A source serves at most this many connections at once, and waits this long for a new one to prove itself.
 _MOST_CONNECTIONS = 256
@@ -402,24 +405,27 @@ class _Lane:
         return bytes(received)
 
     def read(self, reading: Reading) -> bool:
-        """Move chunk after chunk; the next is asked for while one arrives. False: the lane has answers to come."""
+        """Move chunk after chunk; the next ones are asked for before. False: the lane has answers to come."""
         destination = Destination(reading.plan)
-        chunk = reading.take()
-        if chunk is not None:
-            self._ask(chunk, reading)
-        while chunk is not None:
-            following = reading.take()
-            asked = following is not None and len(following.ranges) <= _MOST_RANGES
-            if following is not None and asked:
-                self._ask(following, reading)
-            self._move(chunk, destination, reading)
-            reading.arrived(chunk)
-            if following is not None and reading.stopped:
+        asked: deque[Chunk] = deque()
+        held: Chunk | None = None  # taken, and too many ranges to be asked for while others arrive
+        while True:
+            while held is None and len(asked) < _AHEAD and (held := reading.take()) is not None:
+                if asked and sum(len(each.ranges) for each in (*asked, held)) > _MOST_RANGES:
+                    break
+                self._ask(held, reading)
+                asked.append(held)
+                held = None
+            if not asked and held is not None:
+                self._ask(held, reading)
+                asked.append(held)
+                held = None
+            if not asked:
+                return True
+            self._move(asked[0], destination, reading)
+            reading.arrived(asked.popleft())
+            if reading.stopped:
                 return not asked
-            if following is not None and not asked:
-                self._ask(following, reading)
-            chunk = following
-        return True
 
     def _ask(self, chunk: Chunk, reading: Reading) -> None:
         """Ask for the first ranges of a chunk, as many as one request holds."""
@@ -439,7 +445,7 @@ class _Lane:
         for first in range(0, len(runs), _MOST_RANGES):
             if first:
                 self._ask_for(_sources_of(chunk, reading.plan)[first : first + _MOST_RANGES], reading)
-            for step in steps(runs[first : first + _MOST_RANGES]):
+            for step in steps(runs[first : first + _MOST_RANGES], most=STEP_NBYTES):
                 self._fill(step, reading)
                 nbytes = sum(each[2] for each in step)
                 if reading.moved is not None and not destination.staged:

@@ -177,6 +177,34 @@ def test_a_slow_source_moves_less(group):
     assert two.moved[0] < two.moved[1]
 
 
+def test_a_slow_source_begins_no_chunk_that_all_others_would_wait_for(monkeypatch):
+    """And the fastest never declines, so that all is moved."""
+    now = [0.0]
+    monkeypatch.setattr(stripe.time, "monotonic", lambda: now[0])
+    ranges = [plan.Chunk(1, ((number, plan.Range(0, number, 0, number, 1)),), ()) for number in range(30)]
+    read = stripe._Read(
+        plan.TransferPlan(manifest.Manifest((), ()), manifest.Manifest((), ()), tuple(ranges)), None, None
+    )
+    fast, slow = stripe._Member("fast", "serving"), stripe._Member("slow", "serving")
+
+    slow_chunk = read.take(slow)
+    for _ in range(10):
+        chunk = read.take(fast)
+        now[0] += 1
+        read.finish(chunk, fast)
+    read.finish(slow_chunk, slow)  # it took 10 s, and the others would move what is left in 19 s
+    assert read.has_work_for(slow)
+    for _ in range(11):
+        chunk = read.take(fast)
+        now[0] += 1
+        read.finish(chunk, fast)
+
+    assert not read.has_work_for(slow)  # 8 are left
+    assert read.has_work_for(fast)
+    fast.state = "over"
+    assert read.has_work_for(slow)
+
+
 def test_max_sources_bounds_how_many_are_read(group):
     four = group(4)
     report = four.load()

@@ -172,7 +172,7 @@ class _LayoutPeer(LoadSource):
                     target.progress(chunk.nbytes)
 
             with root.writing(Dirt.LAYOUT_BYTES):
-                stripe.read(plan, arrived=arrived, moved=verifier.moved)
+                stripe.read(plan, arrived=arrived, moved=verifier.moved if self._peers.verify != "off" else None)
         with root.writing() as module:
             adapter.finalize(module, from_checkpoint=False)
         return _stats(plan.nbytes, stripe)
