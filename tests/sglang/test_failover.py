@@ -142,6 +142,9 @@ def test_one_of_two_standbys_takes_over_and_then_the_other(
     assert failed
     assert (third.took_over_from, third.url) == (second.owner, other.url)
     assert other.generate() == wanted
+    time.sleep(2.0)  # a second watch would have taken over from the first by now
+    assert look(fleet.lock).owner == third
+    assert [each.log.count("stands by, asleep") for each in standbys] == [1, 1]
     assert other.log.count("took over from") == 1
     print(f"weights after {second.weights_s:.3f} s and {third.weights_s:.3f} s")
 

@@ -93,8 +93,9 @@ def _models_of(holder: Any) -> Iterator[nn.Module]:
 def _offer_first(original: Around, self: Any, *args: Any, **kwargs: Any) -> Any:
     for each in residents_of(self):
         each.offer()
-        if each.role is not None:
-            failover.watch(each.role, refuses=each.why_not_serving, taken=partial(each.serve_as, each.role.wanted))
+        role, each.role = each.role, None  # run_event_loop calls another of these loops: one watch, not two
+        if role is not None:
+            failover.watch(role, refuses=each.why_not_serving, taken=partial(each.serve_as, role.wanted))
     return original(self, *args, **kwargs)
 
 

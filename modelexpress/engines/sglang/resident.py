@@ -157,7 +157,7 @@ class ResidentWeights:
         filled: what the load ended with.
         locate: the folder of a model's name or path, downloaded where it must be.
         loader: the class of SGLang's kind of loader that loads what `prepare` prepared.
-        role: what this server is to others that name the same lock.
+        role: what this server is to others that name the same lock; None once it acts on it.
     """
 
     def __init__(
