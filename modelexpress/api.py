@@ -408,6 +408,7 @@ def _rdma(config: Config, services: ExitStack) -> LoadStrategy:
         verify=config.verify,
         transfer_timeout_s=config.transfer_timeout_s,
         max_sources=config.max_sources,
+        max_readers=config.max_readers,
         together=not config.strict,
     )
 

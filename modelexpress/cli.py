@@ -107,6 +107,9 @@ def load(
         float | None, typer.Option(help="Seconds to reach a registry or a peer. Default: 10.")
     ] = None,
     max_sources: Annotated[int | None, typer.Option(help="Peers of each kind to try. Default: 3.")] = None,
+    max_readers: Annotated[
+        int | None, typer.Option(help="Targets that read from a peer at one time; more wait their turn. Default: 1.")
+    ] = None,
     threads: ThreadsOpt = None,
     signing_key: SigningKeyOpt = None,
     as_json: JsonOpt = False,
@@ -136,6 +139,7 @@ def load(
             transfer_timeout_s=transfer_timeout_s,
             connect_timeout_s=connect_timeout_s,
             max_sources=max_sources,
+            max_readers=max_readers,
             threads=threads,
             signing_key=signing_key,
         )

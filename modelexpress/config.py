@@ -62,6 +62,8 @@ class Config:
         connect_timeout_s: seconds to reach a registry or a peer.
         threads: parallel lanes and readers; default: the cores this process may use, at most 8.
         max_sources: peers of each kind to try.
+        max_readers: targets that may read from one peer at a time. Who comes later waits until that peer is free or
+            another has the weights, which fills a fleet in the shortest time; where nothing moves, more are let in.
         lease_ttl_s: seconds after which a source that stopped renewing is not found any more.
         signing_key: with it, only records signed with the same key are used. Never logged.
     """
@@ -82,6 +84,7 @@ class Config:
     connect_timeout_s: float = 10.0
     threads: int = field(default_factory=_default_threads)
     max_sources: int = 3
+    max_readers: int = 1
     lease_ttl_s: float = 15.0
     signing_key: str | None = field(default=None, repr=False)
 
@@ -263,6 +266,7 @@ _PARSERS: Mapping[str, tuple[Callable[[object], object], str]] = {
     "connect_timeout_s": _SECONDS,
     "threads": _COUNT,
     "max_sources": _COUNT,
+    "max_readers": _COUNT,
     "lease_ttl_s": _SECONDS,
     "signing_key": (_text, "a secret text that every process of the fleet shares"),
 }

@@ -5,6 +5,7 @@ ModelExpressError
   CheckpointError              the files are wrong: file, tensor, reason
   StrategyError                this way did not work: the chain tries the next
     NotAvailable               nothing to load from here
+      SourceBusy               it has as many readers as it may have: wait, or take another
     ManifestMismatch           the source has other weights
     TransferFailed             bytes were moving
     VerificationFailed         bytes arrived, and they are wrong
@@ -51,6 +52,10 @@ class StrategyError(ModelExpressError):
 
 class NotAvailable(StrategyError):
     """There is nothing to load from here. Nothing was written."""
+
+
+class SourceBusy(NotAvailable):
+    """The source has as many readers as it may have. Another may be free, or this one later."""
 
 
 class ManifestMismatch(StrategyError):

@@ -99,7 +99,8 @@ class _Member:
     """One source, as its thread and the reader see it. Changes only under the stripe's lock."""
 
     name: str
-    state: Literal["connecting", "serving", "over"] = "connecting"
+    state: Literal["spare", "connecting", "serving", "over"] = "spare"
+    since: float = 0.0  # of connecting
     stop: threading.Event = field(default_factory=threading.Event)
     session: Session | None = None
     work: Work | None = None  # while it reads
@@ -117,6 +118,8 @@ class Stripe:
         sources: names, the preferred one first.
         connect: holds a session with a source; gives up soon when the event is set.
         deadline: a `time.monotonic()` moment.
+        width: how many to connect to at once; all by default. The others are spare: each takes the place of one that
+            is lost or holds everybody up.
     """
 
     def __init__(
@@ -125,9 +128,11 @@ class Stripe:
         connect: Callable[[str, threading.Event], AbstractContextManager[Session]],
         *,
         deadline: float,
+        width: int | None = None,
     ) -> None:
         self._connect = connect
         self._deadline = deadline
+        self._width = len(sources) if width is None else width
         self._started = time.monotonic()
         self._changed = threading.Condition()
         self._members = tuple(_Member(each) for each in sources)
@@ -166,7 +171,10 @@ class Stripe:
                 self._raise_failure()
                 if all(each.state == "over" for each in self._members):
                     raise self._nobody_left()
-                self._changed.wait()
+                connecting = [each.since for each in self._members if each.state == "connecting"]
+                if connecting and time.monotonic() - max(connecting) > _STRAGGLER_S:
+                    self._start_spare()
+                self._changed.wait(_LOOK_S if self._spare is not None else None)
             return self._offer
 
     def read(self, plan: TransferPlan, *, arrived: Arrived | None = None, moved: Moved | None = None) -> None:
@@ -210,10 +218,9 @@ class Stripe:
             self._raise_failure()
 
     def __enter__(self) -> Self:
-        for member in self._members:
-            thread = threading.Thread(target=self._run, args=(member,), name="mx-source", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        with self._changed:
+            for _ in range(self._width):
+                self._start_spare()
         return self
 
     def __exit__(
@@ -248,11 +255,15 @@ class Stripe:
                         each.work.stop()
             return
         busy = read.busy()
+        late = max(_STRAGGLER_S, _STRAGGLER_TIMES * read.slowest_s)
+        stragglers = [each for each, since in busy.items() if now - since > late and each.work is not None]
+        if stragglers and not any(each.state == "connecting" for each in self._members):
+            self._start_spare()
         idle = any(each.state == "serving" and not each.cut_off and each not in busy for each in self._members)
         if read.left or not idle:
             return
-        for member, since in busy.items():
-            if now - since > max(_STRAGGLER_S, _STRAGGLER_TIMES * read.slowest_s) and member.work is not None:
+        for member in stragglers:
+            if member.work is not None:
                 member.cut_off = True
                 member.work.stop()
 
@@ -297,6 +308,20 @@ class Stripe:
             for number, member in read.done.items():
                 member.nbytes += read.chunks[number].nbytes
 
+    @property
+    def _spare(self) -> _Member | None:
+        return next((each for each in self._members if each.state == "spare"), None)
+
+    def _start_spare(self) -> None:
+        """Begin to connect to one more source, where there is one. Under the lock."""
+        member = self._spare
+        if member is None or self._closed:
+            return
+        member.state, member.since = "connecting", time.monotonic()
+        thread = threading.Thread(target=self._run, args=(member,), name="mx-source", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
     def _nobody_left(self) -> ModelExpressError:
         preferred = self._members[0].name
         found = [lost for _, lost in self._lost]
@@ -339,6 +364,7 @@ class Stripe:
                 member.transport = session.connection.transport
             else:
                 member.state = "over"
+                self._start_spare()
             self._changed.notify_all()
 
     def _next_read(self, member: _Member) -> _Read | None:
@@ -389,6 +415,7 @@ class Stripe:
             text = str(exc)
             if member.cut_off:
                 text = f"was left behind: it held a chunk when the others had moved everything else ({text})"
+            self._start_spare()
             seconds = time.monotonic() - self._started
             self._lost.append((member, Lost(member.name, type(exc), text, 0, seconds)))
             if self._read is not None:

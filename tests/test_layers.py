@@ -72,6 +72,7 @@ LEVELS = {
     "strategies.base": 6,
     "strategies.chain": 7,
     "strategies.rdma": 7,
+    "strategies.turn": 6,
     "strategies.disk": 7,
     "source": 7,
     "takeover_lock": 3,

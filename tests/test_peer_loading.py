@@ -89,7 +89,7 @@ class Fleet:
         target = LoadTarget(adapter, ModelRoot(adapter.initialize()))
         with closing(self.open_registry()) as registry:
             strategy = RdmaFromPeer(
-                registry, lambda: self.wire(during), verify=verify, transfer_timeout_s=5, max_sources=3
+                registry, lambda: self.wire(during), verify=verify, transfer_timeout_s=5, max_sources=3, max_readers=1
             )
             return LoadStrategyChain([strategy]).run(target)
 

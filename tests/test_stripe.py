@@ -7,7 +7,7 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from modelexpress import api, manifest, plan, stripe
 from modelexpress.config import Config
 from modelexpress.errors import ConfigError, LoadFailed, TransferFailed
 from modelexpress.model_root import ModelRoot
+from modelexpress.strategies import turn
 from modelexpress.strategies.base import LoadTarget
 from modelexpress.strategies.chain import LoadStrategyChain
 from modelexpress.strategies.rdma import RdmaFromPeer
@@ -87,7 +88,7 @@ class Group:
     def names(self):
         return [each.record.name for each in self.sources]
 
-    def load(self, disturb=None, *, verify="on", strategies=(), progress=None, **options):
+    def load(self, disturb=None, *, verify="on", strategies=(), progress=None, transfer_timeout_s=20, **options):
         """`disturb(number of the source, chunks it moved)` is called when a chunk of a source is in place."""
         lock = threading.Lock()
 
@@ -105,8 +106,9 @@ class Group:
                 registry,
                 lambda: Wire(self.fleet.endpoints, during),
                 verify=verify,
-                transfer_timeout_s=20,
+                transfer_timeout_s=transfer_timeout_s,
                 max_sources=3,
+                max_readers=1,
                 **options,
             )
             report = LoadStrategyChain([strategy, *strategies]).run(target)
@@ -203,6 +205,90 @@ def test_a_slow_source_begins_no_chunk_that_all_others_would_wait_for(monkeypatc
     assert read.has_work_for(fast)
     fast.state = "over"
     assert read.has_work_for(slow)
+
+
+# Waiting for a turn
+
+
+@contextmanager
+def reading(group, number):
+    """Another target reads from a source while the block runs."""
+    with closing(group.fleet.open_registry()) as registry, registry.reading(group.sources[number].record, lease_s=60):
+        yield
+
+
+def test_a_target_takes_the_source_that_nobody_reads_and_that_alone(group):
+    three = group(3)
+    with reading(three, 0), reading(three, 1):
+        report = three.load()
+
+    assert set(three.moved) == {2}
+    assert snapshot(report.model) == snapshot(three.models[2])
+
+
+def test_a_target_waits_until_its_source_is_free(group):
+    one = group(1)
+    taken = ExitStack()
+    taken.enter_context(reading(one, 0))
+    threading.Timer(0.5, taken.close).start()
+
+    report = one.load()
+
+    assert report.seconds >= 0.5
+    assert snapshot(report.model) == snapshot(one.models[0])
+
+
+def test_a_source_that_appears_meanwhile_is_read(group):
+    """And one that others read is left alone."""
+    two = group(2)
+    two.sources[1].withdraw()
+    with reading(two, 0):
+        threading.Timer(0.5, two.sources[1].publish).start()
+        report = two.load()
+
+    assert set(two.moved) == {1}
+    assert report.source == two.names()[1]
+
+
+def test_a_reader_that_hangs_does_not_keep_its_source(group, monkeypatch):
+    monkeypatch.setattr(turn, "_SETUP_S", 0.2)
+    one = group(1)
+    with reading(one, 0):
+        report = one.load()
+
+    assert snapshot(report.model) == snapshot(one.models[0])
+    assert [each.outcome for each in report.attempts] == ["loaded"]
+
+
+def test_where_more_hang_than_waiting_allows_the_target_reads_all_the_same(group):
+    one = group(1)
+    with ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(reading(one, 0))
+        report = one.load(transfer_timeout_s=4)
+
+    assert snapshot(report.model) == snapshot(one.models[0])
+
+
+@pytest.mark.parametrize("end", ["dies", "hangs"])
+def test_a_spare_takes_over_from_the_source_that_was_read_alone(group, monkeypatch, end):
+    """Nothing that has arrived is moved again."""
+    monkeypatch.setattr(stripe, "_STRAGGLER_S", 0.1)
+    three = group(3)
+
+    def disturb(number, moved):
+        if number == 2 and moved >= CHUNKS // 2:
+            if end == "hangs":
+                time.sleep(1)
+            raise TransferFailed("was stopped")
+
+    with reading(three, 0), reading(three, 1):
+        report = three.load(disturb)
+
+    assert snapshot(report.model) == snapshot(three.models[2])
+    assert three.moved[0] + three.moved[1] == CHUNKS // 2 + 1
+    assert (report.attempts[0].outcome, report.attempts[0].source) == ("failed", three.names()[2])
+    assert report.attempts[-1].outcome == "loaded"
 
 
 def test_max_sources_bounds_how_many_are_read(group):

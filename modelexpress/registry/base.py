@@ -139,15 +139,20 @@ class Registry(ABC):
         self._store(record, encoded, offer)
         return record
 
-    def find(self, key: str | None) -> list[FoundSource]:
-        """Live sources with this key, the least loaded first, equal ones in random order; all for None."""
+    def find(self, key: str | None, *, at_most: int | None = None) -> list[FoundSource]:
+        """Live sources with this key, the least loaded first, equal ones in random order; all for None.
+
+        Args:
+            at_most: for who looks often: of more than this many, a choice is enough. Whoever looks again gets
+                another one.
+        """
         found = []
-        for stored in self._search(key):
+        for stored in self._search(key, at_most):
             record = self._accept(stored)
             if record is not None and (key is None or key in record.keys):
                 found.append(FoundSource(record, stored.readers))
         random.shuffle(found)
-        return sorted(found, key=lambda each: each.readers)
+        return sorted(found, key=lambda each: each.readers)[:at_most]
 
     def offer(self, record: SourceRecord) -> bytes:
         """The manifest, endpoint and checksums behind a record.
@@ -180,7 +185,7 @@ class Registry(ABC):
 
     def _is_retired(self, record: SourceRecord) -> bool:
         wanted = (record.source_id, record.generation, record.offer_digest)
-        stored = (self._accept(each) for each in self._search(None) if each.source_id == record.source_id)
+        stored = (self._accept(each) for each in self._search(None, None) if each.source_id == record.source_id)
         return any(
             each is not None and (each.source_id, each.generation, each.offer_digest) == wanted for each in stored
         )
@@ -207,14 +212,20 @@ class Registry(ABC):
         """
 
     @abstractmethod
-    def reading(self, record: SourceRecord, *, lease_s: float) -> AbstractContextManager[None]:
+    def reading(
+        self, record: SourceRecord, *, lease_s: float, limit: int | None = None
+    ) -> AbstractContextManager[None]:
         """Hold a reader's lease: the source keeps its memory still until the block ends.
 
         The lease ends by itself `lease_s` seconds after entry, whether the block is done or not, or at once
         when this process dies and the kernel tells. So a deadline for the read is taken before entry. A
         lease that cannot be given back when the block ends is logged and runs out.
 
+        Args:
+            limit: how many readers the source may have, this one included.
+
         Raises:
+            SourceBusy: on entry, when it had that many. Two that ask at the same moment may both be told so.
             NotAvailable: on entry, when the source withdrew before the lease was in place.
             ConfigError: `lease_s` is not a positive number.
         """
@@ -232,7 +243,7 @@ class Registry(ABC):
         """Store both; the record becomes visible last, and never in part."""
 
     @abstractmethod
-    def _search(self, key: str | None) -> list[StoredRecord]:
+    def _search(self, key: str | None, at_most: int | None) -> list[StoredRecord]:
         """What is stored of live sources. May return more than asked."""
 
     @abstractmethod

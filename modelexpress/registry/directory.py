@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from modelexpress.errors import NotAvailable, RegistryError
+from modelexpress.errors import NotAvailable, RegistryError, SourceBusy
 from modelexpress.registry.base import (
     MAX_OFFER_NBYTES,
     MAX_RECORD_NBYTES,
@@ -132,7 +132,7 @@ class DirectoryRegistry(Registry):
                 self._place(record, encoded, "record").unlink(missing_ok=True)
 
     @contextmanager
-    def reading(self, record: SourceRecord, *, lease_s: float) -> Iterator[None]:
+    def reading(self, record: SourceRecord, *, lease_s: float, limit: int | None = None) -> Iterator[None]:
         expires_at = now() + checked_lease_s(lease_s)
         with self._translated("write a lease to"):
             self._prepare()
@@ -144,6 +144,8 @@ class DirectoryRegistry(Registry):
             # sees the other.
             if not self.stands(record):
                 raise NotAvailable(f"source {record.name} withdrew before it could be read")
+            if limit is not None and self.readers(record) > limit:
+                raise SourceBusy(f"source {record.name} has {limit} readers, as many as it may have")
             yield
         finally:
             lease.remove()
@@ -168,7 +170,7 @@ class DirectoryRegistry(Registry):
         with self._publishing(), self._translated("write to"):
             self._replace(record, encoded, offer)
 
-    def _search(self, key: str | None) -> list[StoredRecord]:
+    def _search(self, key: str | None, at_most: int | None) -> list[StoredRecord]:
         witness = Witness.here()
         with self._translated("read"):
             self._prepare()

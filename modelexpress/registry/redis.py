@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import random
 import re
 import secrets
 import threading
@@ -42,7 +43,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_exponential, wait_random
 
-from modelexpress.errors import ConfigError, NotAvailable, RegistryError
+from modelexpress.errors import ConfigError, NotAvailable, RegistryError, SourceBusy
 from modelexpress.registry.base import (
     MAX_OFFER_NBYTES,
     MAX_RECORD_NBYTES,
@@ -64,6 +65,7 @@ _SOURCE_ID = re.compile(rb"[0-9a-f]{32}")
 # A script stops the whole server while it runs: 500 sources take it about a millisecond.
 _BATCH: Final = 500
 _MAX_FOUND: Final = 10_000
+_FULL: Final = 2  # what the script that takes a lease says of a source with as many readers as it may have
 # The waiting time of one try. Two tries fit into `timeout_s`: the first may have had a connection that a
 # firewall dropped without a word.
 _TRIES_PER_TIMEOUT: Final = 3
@@ -119,9 +121,19 @@ return 1
 _STANDS = f"""{_LUA_IS}
 return is(KEYS[1], ARGV[1]) and 1 or 0
 """
-# KEYS: index. ARGV: limit.
+# KEYS: index. ARGV: limit, and where to begin when there are more: a share of them.
 _LOOK = f"""{_LUA_NOW}
-return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. string.format('%.0f', now), '+inf', 'LIMIT', 0, ARGV[1])
+local limit = tonumber(ARGV[1])
+local function live(first, n)
+  return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. string.format('%.0f', now), '+inf', 'LIMIT', first, n)
+end
+local count = redis.call('ZCOUNT', KEYS[1], '(' .. string.format('%.0f', now), '+inf')
+if count <= limit then return live(0, limit) end
+local found = live(math.floor(tonumber(ARGV[2]) * count), limit)
+if #found < limit then
+  for _, each in ipairs(live(0, limit - #found)) do found[#found + 1] = each end
+end
+return found
 """
 # KEYS: n records, then the readers of each. ARGV: limit in bytes. Returns record, number of readers, ...
 _COLLECT = f"""{_LUA_NOW}
@@ -136,10 +148,11 @@ for i = 1, n do
 end
 return found
 """
-# KEYS: record, readers. ARGV: encoded, reader, lease_ms.
+# KEYS: record, readers. ARGV: encoded, reader, lease_ms, limit or 0.
 _LEASE = f"""{_LUA_NOW}{_LUA_IS}{_LUA_EXTEND}
 if not is(KEYS[1], ARGV[1]) then return 0 end
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+if tonumber(ARGV[4]) > 0 and redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[4]) then return 2 end
 redis.call('ZADD', KEYS[2], now + tonumber(ARGV[3]), ARGV[2])
 extend(KEYS[2], tonumber(ARGV[3]))
 return 1
@@ -212,13 +225,16 @@ class RedisRegistry(Registry):
             self._remove(publication)
 
     @contextmanager
-    def reading(self, record: SourceRecord, *, lease_s: float) -> Iterator[None]:
+    def reading(self, record: SourceRecord, *, lease_s: float, limit: int | None = None) -> Iterator[None]:
         lease_ms = _ms(checked_lease_s(lease_s))
         pid = os.getpid()
         reader = secrets.token_hex(8)
         keys = [_record_key(record), _readers_key(record.source_id)]
-        taking = (encode_record(record), reader, lease_ms)
-        if not self._tried("lease a source", lambda: self._eval(_LEASE, keys, *taking)):
+        taking = (encode_record(record), reader, lease_ms, limit or 0)
+        answer = self._tried("lease a source", lambda: self._eval(_LEASE, keys, *taking))
+        if answer == _FULL:
+            raise SourceBusy(f"source {record.name} has {limit} readers, as many as it may have")
+        if not answer:
             raise NotAvailable(f"source {record.name} withdrew before it could be read")
         try:
             yield
@@ -255,9 +271,10 @@ class RedisRegistry(Registry):
             self._publish_whole(publication, offer)
             self._held[record.source_id] = publication
 
-    def _search(self, key: str | None) -> list[StoredRecord]:
+    def _search(self, key: str | None, at_most: int | None) -> list[StoredRecord]:
         index = _SOURCES if key is None else _index_key(key)
-        return self._tried("look for sources", lambda: self._collect(index))
+        limit = _MAX_FOUND if at_most is None else min(at_most, _MAX_FOUND)
+        return self._tried("look for sources", lambda: self._collect(index, limit))
 
     def _load_offer(self, record: SourceRecord) -> bytes | None:
         # One byte more than allowed, so that `offer` sees that it is too large.
@@ -319,8 +336,8 @@ class RedisRegistry(Registry):
         except RegistryError as exc:
             logger.warning("the lease on source %s was not given back and will run out: %s", record.name, exc)
 
-    def _collect(self, index: str) -> list[StoredRecord]:
-        members = _a(list, self._eval(_LOOK, [index], _MAX_FOUND))[:_MAX_FOUND]
+    def _collect(self, index: str, limit: int) -> list[StoredRecord]:
+        members = _a(list, self._eval(_LOOK, [index], limit, f"{random.random():.6f}"))[:limit]  # noqa: S311 - no secret
         ids = [member.decode() for member in members if _SOURCE_ID.fullmatch(_a(bytes, member))]
         found = []
         for start in range(0, len(ids), _BATCH):

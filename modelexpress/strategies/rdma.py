@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 
 from modelexpress.checkpoint.observed import ObservedTensors
 from modelexpress.checkpoint.peer import PeerTensors
 from modelexpress.digest import Verifier, Verify
-from modelexpress.errors import NotAvailable, TransferFailed
+from modelexpress.errors import NotAvailable, SourceBusy, TransferFailed
 from modelexpress.model_root import Dirt
 from modelexpress.offer import decode_offer
 from modelexpress.plan import Chunk, plan_transfer
-from modelexpress.registry.base import Registry, SourceKind, SourceRecord
+from modelexpress.registry.base import FoundSource, Registry, SourceKind, SourceRecord
 from modelexpress.strategies.base import LoadSource, LoadStrategy, LoadTarget, TransferStats, load_raw, raw_tolerance
+from modelexpress.strategies.turn import SAMPLE, Turn, is_idle
 from modelexpress.stripe import Lost, Session, Stripe
 from modelexpress.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 # A reader's lease outlives its transfer by this much, so that the source never frees memory under a read that
 # ends in time.
 _LEASE_MARGIN_S = 5.0
+
+# An attempt may wait for its turn for this part of its time, and then reads from a source that others read.
+_WAITING = 0.5
 
 
 class RdmaFromPeer(LoadStrategy):
@@ -32,6 +40,7 @@ class RdmaFromPeer(LoadStrategy):
         verify: compares what arrived with the checksums that the source made.
         transfer_timeout_s: for one attempt, from connecting to the last byte.
         max_sources: how many of each kind to read from, the least loaded first.
+        max_readers: how many targets read from a source at one time; who comes later waits for a turn.
         together: read from all sources of the same bytes at the same time; one after the other without it.
     """
 
@@ -45,42 +54,51 @@ class RdmaFromPeer(LoadStrategy):
         verify: Verify,
         transfer_timeout_s: float,
         max_sources: int,
+        max_readers: int,
         together: bool = True,
     ) -> None:
         self._registry = registry
         self._open_transport = open_transport
         self.verify: Verify = verify
         self.transfer_timeout_s = transfer_timeout_s
-        self._max_sources = max_sources
+        self.max_sources = max_sources
+        self.max_readers = max_readers
         self.together = together
 
     def sources(self, target: LoadTarget) -> Sequence[LoadSource]:
         identity = target.adapter.identity()
-        layout = self._find(identity.key, "layout")
-        raw = self._find(identity.content_key, "checkpoint")
-        if not layout and not raw:
+        layout = _Peers(self, identity.key, "layout", Dirt.LAYOUT_BYTES)
+        raw = _Peers(self, identity.content_key, "checkpoint", raw_tolerance(target.adapter))
+        if not layout.names and not raw.names:
             raise NotAvailable(
                 f"no source in the registry for revision {identity.revision}"
                 f"{f' of {identity.model}' if identity.model else ''}; `modelexpress sources` lists what there is"
             )
-        of_layout, of_raw = _Peers(self, layout, Dirt.LAYOUT_BYTES), _Peers(self, raw, raw_tolerance(target.adapter))
         return (
-            *(_LayoutPeer(of_layout, record.name) for record in layout),
-            *(_CheckpointPeer(of_raw, record.name) for record in raw),
+            *(_LayoutPeer(layout, name) for name in layout.names),
+            *(_CheckpointPeer(raw, name) for name in raw.names),
         )
 
-    def _find(self, key: str, kind: SourceKind) -> list[SourceRecord]:
-        found: dict[str, SourceRecord] = {}
-        for each in self._registry.find(key):
+    def look(self, key: str, kind: SourceKind) -> list[FoundSource]:
+        """Some of the sources of one kind, the least loaded first; each name once."""
+        found: dict[str, FoundSource] = {}
+        for each in self._registry.find(key, at_most=max(SAMPLE, self.max_sources)):
             if each.record.kind == kind:
-                found.setdefault(each.record.name, each.record)
-        return list(found.values())[: self._max_sources]
+                found.setdefault(each.record.name, each)
+        return list(found.values())
+
+    def lease(self, record: SourceRecord, deadline: float, *, limit: int | None = None) -> AbstractContextManager[None]:
+        """The source keeps its memory still until the block ends; raises as Registry.reading."""
+        lease_s = max(0.0, deadline - time.monotonic()) + _LEASE_MARGIN_S
+        return self._registry.reading(record, lease_s=lease_s, limit=limit)
 
     @contextmanager
-    def connect(self, record: SourceRecord, stop: threading.Event, deadline: float) -> Iterator[Session]:
+    def connect(
+        self, record: SourceRecord, stop: threading.Event, deadline: float, *, leased: bool = False
+    ) -> Iterator[Session]:
         """Hold everything that reading one source needs, and give all of it back."""
         with (
-            self._registry.reading(record, lease_s=max(0.0, deadline - time.monotonic()) + _LEASE_MARGIN_S),
+            nullcontext() if leased else self.lease(record, deadline),
             closing(self._open_transport()) as transport,
         ):
             if not set(record.transport.split(",")) & set(transport.name.split(",")):
@@ -99,14 +117,22 @@ class RdmaFromPeer(LoadStrategy):
 
 
 class _Peers:
-    """The sources of one kind that a load may read from, and what became of each."""
+    """The sources of one kind that a load may read from, and what became of each.
 
-    def __init__(self, strategy: RdmaFromPeer, records: Sequence[SourceRecord], tolerates: Dirt) -> None:
+    Attributes:
+        names: of those that an attempt is made for, the least loaded first.
+    """
+
+    def __init__(self, strategy: RdmaFromPeer, key: str, kind: SourceKind, tolerates: Dirt) -> None:
         self.verify: Verify = strategy.verify
         self._strategy = strategy
-        self._left = {record.name: record for record in records}
-        self._lost: dict[str, Lost] = {}
+        self._look = partial(strategy.look, key, kind)
         self._tolerates = tolerates
+        self._found: Sequence[FoundSource] | None = self._look()  # None: to be looked for again
+        self.names = tuple(each.record.name for each in self._found[: strategy.max_sources])
+        self._left = set(self.names)
+        self._used: set[str] = set()
+        self._lost: dict[str, Lost] = {}
 
     def tolerates(self, source: str) -> Dirt:
         """The most dirt that an attempt called `source` can start on: any, where it has nothing to read from."""
@@ -114,7 +140,7 @@ class _Peers:
 
     @contextmanager
     def stripe(self, source: str) -> Iterator[Stripe]:
-        """Read from `source`, and from all others that nothing has become of yet.
+        """Read from `source`, or from another that is free, and from all that nothing has become of yet.
 
         An attempt that fails uses up at least the source whose bytes were read; where that was not `source`, the
         attempt that is called after the other one reads `source`. So every source is tried.
@@ -123,22 +149,66 @@ class _Peers:
         """
         if not self._left:
             raise self._lost[source].again(source) if source in self._lost else NotAvailable("it was tried before")
-        strategy, records = self._strategy, dict(self._left)
-        names = sorted(records, key=lambda name: name != source)
-        deadline = time.monotonic() + strategy.transfer_timeout_s
-        stripe = Stripe(
-            names if strategy.together else names[:1],
-            lambda name, stop: strategy.connect(records[name], stop, deadline),
-            deadline=deadline,
-        )
+        strategy, deadline = self._strategy, time.monotonic() + self._strategy.transfer_timeout_s
+        with ExitStack() as held:
+            first, others, idle = self._take_turn(source, held, deadline)
+            records = {each.name: each for each in (first, *others)}
+            stripe = Stripe(
+                list(records) if strategy.together else [first.name],
+                lambda name, stop: strategy.connect(records[name], stop, deadline, leased=name == first.name),
+                width=len(records) if idle else 1,
+                deadline=deadline,
+            )
+            try:
+                yield held.enter_context(stripe)
+            finally:
+                held.close()
+                for lost in stripe.lost:
+                    self._lost[lost.source] = lost
+                    self._use_up(lost.source)
+                self._use_up(stripe.first or first.name)
+
+    def _take_turn(
+        self, source: str, held: ExitStack, deadline: float
+    ) -> tuple[SourceRecord, list[SourceRecord], bool]:
+        """Wait until a source is free, and lease it; with it others to read from, and whether nobody reads any."""
+        strategy, turn = self._strategy, Turn(self._strategy.max_readers)
+        waits_until = deadline - (1 - _WAITING) * strategy.transfer_timeout_s
+        while True:
+            found = self._candidates(source)
+            now = time.monotonic()
+            limit = turn.limit_of(found, now) if now < waits_until else None
+            for each in found:
+                if (limit is None or each.readers < limit) and self._leased(each.record, held, deadline, limit):
+                    others = [other.record for other in found if other is not each]
+                    return each.record, others[: strategy.max_sources - 1], is_idle(found)
+            if limit is None or not found:
+                raise self._lost[source].again(source) if source in self._lost else NotAvailable("it is gone")
+            pause_s = min(turn.pause_s(), max(0.0, waits_until - now))
+            logger.debug("%s sources, each with %s readers or more", len(found), limit)
+            time.sleep(pause_s)
+
+    def _candidates(self, source: str) -> list[FoundSource]:
+        """Whom nothing has become of yet, the least loaded first, `source` before its equals."""
+        found, self._found = self._look() if self._found is None else self._found, None
+        found = [each for each in found if each.record.name not in self._used]
+        self._left = {each.record.name for each in found}
+        return sorted(found, key=lambda each: (each.readers, each.record.name != source))
+
+    def _leased(self, record: SourceRecord, held: ExitStack, deadline: float, limit: int | None) -> bool:
         try:
-            with stripe:
-                yield stripe
-        finally:
-            for lost in stripe.lost:
-                self._lost[lost.source] = lost
-                self._left.pop(lost.source, None)
-            self._left.pop(stripe.first or names[0], None)
+            held.enter_context(self._strategy.lease(record, deadline, limit=limit))
+        except SourceBusy:
+            return False
+        except NotAvailable as exc:
+            self._lost[record.name] = Lost(record.name, type(exc), str(exc), 0, 0.0)
+            self._use_up(record.name)
+            return False
+        return True
+
+    def _use_up(self, source: str) -> None:
+        self._used.add(source)
+        self._left.discard(source)
 
 
 def _stats(nbytes: int, stripe: Stripe) -> TransferStats:

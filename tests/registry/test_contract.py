@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from modelexpress.errors import ConfigError, NotAvailable, RegistryError
+from modelexpress.errors import ConfigError, NotAvailable, RegistryError, SourceBusy
 from modelexpress.registry.base import MAX_OFFER_NBYTES, MAX_RECORD_NBYTES, encode_record
 from tests.support.registry_process import KEY, record_of
 
@@ -189,6 +189,39 @@ def test_leases_are_counted_while_they_are_held(registry, other, record):
         assert registry.readers(sealed) == 2
         assert [each.readers for each in registry.find(KEY)] == [2]
     assert registry.readers(sealed) == 0
+
+
+def test_a_source_with_as_many_readers_as_it_may_have_refuses_more(registry, other, record):
+    sealed = registry.publish(record, b"offer")
+
+    with other.reading(sealed, lease_s=30, limit=2), registry.reading(sealed, lease_s=30, limit=2):
+        with pytest.raises(SourceBusy, match="2 readers"), other.reading(sealed, lease_s=30, limit=2):
+            pass
+        assert registry.readers(sealed) == 2  # who was refused holds nothing
+        with other.reading(sealed, lease_s=30):
+            assert registry.readers(sealed) == 3
+    with other.reading(sealed, lease_s=30, limit=1):
+        assert registry.readers(sealed) == 1
+
+
+def test_a_lease_that_ran_out_is_no_reader_for_the_limit(registry, other, record):
+    sealed = registry.publish(record, b"offer")
+
+    with other.reading(sealed, lease_s=0.2):
+        time.sleep(0.3)
+        with other.reading(sealed, lease_s=30, limit=1):
+            assert registry.readers(sealed) == 1
+
+
+def test_of_many_sources_as_many_are_found_as_were_asked_for(registry, other):
+    """Not the same ones each time: who looks again sees others."""
+    published = {registry.publish(record_of(f"{n:032x}"), b"offer").source_id for n in range(40)}
+
+    looks = [{each.record.source_id for each in other.find(KEY, at_most=8)} for _ in range(60)]
+
+    assert all(len(each) == 8 for each in looks)
+    assert set.union(*looks) == published
+    assert len(other.find(KEY, at_most=100)) == 40
 
 
 def test_withdrawn_source_still_counts_its_readers(registry, other, record):
