@@ -32,6 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import nixl
+from ratios import Ratio, add_to_summary, ratio_of, rows, show
 from rich.console import Console
 from rich.table import Table
 from transfer_source import REVISION, TCP_REVISION, allocate, digest_of, places_of
@@ -53,7 +54,6 @@ from modelexpress.stripe import Session
 from modelexpress.transport import Arrived, Connection, Moved, Work
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 BLOCK_NBYTES = 16 * 1024 * 1024
 SPOILED_EVERY = 64 * 1024
 Place = tuple[int, int]
@@ -262,10 +262,10 @@ def ways(source: Source, target: Target, registry: str, stack: ExitStack) -> dic
 class Recorder:
     """Times passes and writes their rows."""
 
-    def __init__(self, target: Target, out: Callable[[str], object]) -> None:
+    def __init__(self, target: Target, write: Callable[[Row], None]) -> None:
         self.rows: list[Row] = []
         self._target = target
-        self._out = out
+        self._write = write
 
     def time(self, way: str, run: Callable[[], object], pair: int, *, warm_up: bool = True) -> None:
         if warm_up:
@@ -287,14 +287,13 @@ class Recorder:
             "cpu_seconds": used,
             "gb_per_s": self._target.nbytes / seconds / 1e9,
             "extra_bytes": max(0, peak - before),
-            "load_average": os.getloadavg()[0],
             "nixl": version("nixl"),
         }
         if isinstance(found, LoadReport):
             row |= {"strategy": found.strategy, "shares": found.attempts[-1].shares}
             row["attempts"] = [f"{each.strategy}: {each.outcome}" for each in found.attempts if each.outcome != "off"]
         self.rows.append(row)
-        self._out(json.dumps(row) + "\n")
+        self._write(row)
 
 
 def rss_bytes() -> int:
@@ -320,8 +319,10 @@ class OneSlow(RdmaFromPeer):
     slow_pid = 0
 
     @contextmanager
-    def connect(self, record: SourceRecord, stop: threading.Event, deadline: float) -> Iterator[Session]:
-        with super().connect(record, stop, deadline) as session:
+    def connect(
+        self, record: SourceRecord, stop: threading.Event, deadline: float, *, leased: bool = False
+    ) -> Iterator[Session]:
+        with super().connect(record, stop, deadline, leased=leased) as session:
             if record.pid == self.slow_pid:
                 session = replace(session, connection=SlowConnection(session.connection))
             yield session
@@ -369,6 +370,7 @@ def load_with_one_slow(target: Target, registry: str, slow_pid: int) -> LoadRepo
             verify=config.verify,
             transfer_timeout_s=config.transfer_timeout_s,
             max_sources=config.max_sources,
+            max_readers=config.max_readers,
         )
         strategy.slow_pid = slow_pid
         return LoadStrategyChain([strategy]).run(LoadTarget(adapter, ModelRoot(target.model)))
@@ -423,7 +425,7 @@ def compare_sources(options: argparse.Namespace, folder: str, recorder_of: Calla
         return recorder.rows
 
 
-def ratios_of(rows: list[Row], pairs: int) -> dict[str, dict[str, float]]:
+def ratios_of(rows: list[Row], pairs: int) -> dict[str, Ratio]:
     seconds = {(row["way"], row["pair"]): float(str(row["seconds"])) for row in rows}
     found = {}
     for table, invert in ((RATES, True), (TIMES, False)):
@@ -434,27 +436,14 @@ def ratios_of(rows: list[Row], pairs: int) -> dict[str, dict[str, float]]:
             # The fastest of the others is one of them for the whole run, not the luckiest of each pair.
             best = min(others, key=lambda way: statistics.median(seconds[way, pair] for pair in range(pairs)))
             each = [seconds[ours, pair] / seconds[best, pair] for pair in range(pairs)]
-            each = [1 / ratio for ratio in each] if invert else each
-            found[name] = {"median": statistics.median(each), "min": min(each), "max": max(each), "pairs": pairs}
+            found[name] = ratio_of([1 / ratio for ratio in each] if invert else each)
     extra = [float(str(row["extra_bytes"])) / 2**20 for row in rows if "strategy" in row]
     if extra:
-        found["peer_extra_memory_mib"] = {
-            "median": statistics.median(extra),
-            "min": min(extra),
-            "max": max(extra),
-            "pairs": len(extra),
-        }
+        found["extra_memory_mib_peer"] = ratio_of(extra)
     return found
 
 
-def add_to_summary(ratios: dict[str, dict[str, float]]) -> None:
-    path = RESULTS / "summary.json"
-    summary = json.loads(path.read_text()) if path.exists() else {"ratios": {}}
-    summary["ratios"] |= ratios
-    path.write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n")
-
-
-def show(rows: list[Row], ratios: dict[str, dict[str, float]]) -> None:
+def show_ways(rows: list[Row]) -> None:
     table = Table("way", "GB/s, median", "least", "most", "reader's CPU s, median", "extra MiB, most")
     for way in dict.fromkeys(str(row["way"]) for row in rows):
         of_way = [row for row in rows if row["way"] == way]
@@ -463,12 +452,7 @@ def show(rows: list[Row], ratios: dict[str, dict[str, float]]) -> None:
         cells = (statistics.median(rates), min(rates), max(rates))
         used = statistics.median(float(str(row["cpu_seconds"])) for row in of_way)
         table.add_row(way, *(f"{each:.2f}" for each in cells), f"{used:.2f}", f"{extra:.1f}")
-    found = Table("ratio", "median", "min", "max", "pairs")
-    for name, each in ratios.items():
-        found.add_row(name, *(f"{each[key]:.2f}" for key in ("median", "min", "max")), str(each["pairs"]))
-    console = Console(width=max(120, Console().width))
-    console.print(table)
-    console.print(found)
+    Console(width=max(120, Console().width)).print(table)
 
 
 def main() -> None:
@@ -480,16 +464,16 @@ def main() -> None:
     parser.add_argument("--ways", type=lambda text: set(text.split("/")), help="some of the ways, with / between")
     options = parser.parse_args()
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
-    RESULTS.mkdir(exist_ok=True)
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder, (RESULTS / "transfer_throughput.jsonl").open("a") as out:
+    measured: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder, rows("transfer_throughput") as write:
         if options.only != "sources":
-            rows += compare_ways(options, folder, lambda target: Recorder(target, out.write))
+            measured += compare_ways(options, folder, lambda target: Recorder(target, write))
         if options.only != "ways":
-            rows += compare_sources(options, folder, lambda target: Recorder(target, out.write))
-    ratios = ratios_of(rows, options.pairs)
+            measured += compare_sources(options, folder, lambda target: Recorder(target, write))
+    ratios = ratios_of(measured, options.pairs)
     add_to_summary(ratios)
-    show(rows, ratios)
+    show_ways(measured)
+    show(ratios)
 
 
 if __name__ == "__main__":

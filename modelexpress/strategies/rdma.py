@@ -175,6 +175,7 @@ class _Peers:
         strategy, turn = self._strategy, Turn(self._strategy.max_readers)
         waits_until = deadline - (1 - _WAITING) * strategy.transfer_timeout_s
         while True:
+            began = time.monotonic()
             found = self._candidates(source)
             now = time.monotonic()
             limit = turn.limit_of(found, now) if now < waits_until else None
@@ -184,9 +185,8 @@ class _Peers:
                     return each.record, others[: strategy.max_sources - 1], is_idle(found)
             if limit is None or not found:
                 raise self._lost[source].again(source) if source in self._lost else NotAvailable("it is gone")
-            pause_s = min(turn.pause_s(), max(0.0, waits_until - now))
             logger.debug("%s sources, each with %s readers or more", len(found), limit)
-            time.sleep(pause_s)
+            time.sleep(min(turn.pause_s(now - began), max(0.0, waits_until - now)))
 
     def _candidates(self, source: str) -> list[FoundSource]:
         """Whom nothing has become of yet, the least loaded first, `source` before its equals."""

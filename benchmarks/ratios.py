@@ -1,0 +1,117 @@
+"""What the benchmarks write: a row for each pass, and ratios with the least and the most of their pairs.
+
+Rows are JSON lines under benchmarks/results/. `summary.json` there has, for each name, what came out, and GOALS says
+what is asked of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+SUMMARY = RESULTS / "summary.json"
+WORST = "extra_memory_mib"  # the worst of those whose names begin with it
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A median has to be at least, or at most, this."""
+
+    limit: float
+    at_least: bool
+
+    def is_met(self, median: float) -> bool:
+        return median >= self.limit if self.at_least else median <= self.limit
+
+    def __str__(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {self.limit:g}"
+
+
+GOALS: Mapping[str, Goal] = {
+    "peer_vs_raw_copy": Goal(0.80, at_least=True),
+    "peer_tcp_vs_raw_tcp": Goal(0.80, at_least=True),
+    "peer_vs_nvidia": Goal(1.3, at_least=True),
+    "peer_vs_plain_nixl": Goal(1.3, at_least=True),
+    "peer_tcp_vs_nvidia": Goal(2.4, at_least=True),
+    "peer_verified_vs_raw_copy": Goal(0.65, at_least=True),
+    "disk_warm_vs_memcpy": Goal(1.0, at_least=True),
+    "disk_warm_vs_best_peer": Goal(1.25, at_least=True),
+    "disk_cold_vs_best_peer": Goal(1.05, at_least=True),
+    "disk_cold_vs_device": Goal(0.95, at_least=True),
+    WORST: Goal(64 + 0.01 * 2e9 / 2**20, at_least=False),  # 64 MiB and 1 % of 2 GB
+    "gms_import_vs_memcpy": Goal(0.1, at_least=False),
+    "retry_peak_vs_clean": Goal(1.10, at_least=False),
+    "peer_death_at_90_vs_clean": Goal(1.25, at_least=False),
+    "two_sources_one_slow_vs_one": Goal(1.4, at_least=False),
+    "registry_find_1000_ms": Goal(50, at_least=False),
+    "fleet_vs_ideal": Goal(1.3, at_least=False),
+}
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """What the pairs of one comparison said."""
+
+    median: float
+    min: float
+    max: float
+    pairs: int
+
+
+def ratio_of(pairs: Sequence[float]) -> Ratio:
+    """One number a pair. Raises ValueError when there is none."""
+    if not pairs:
+        raise ValueError("no pair was measured")
+    return Ratio(statistics.median(pairs), min(pairs), max(pairs), len(pairs))
+
+
+@contextmanager
+def rows(benchmark: str) -> Iterator[Callable[[Row], None]]:
+    """Append rows to the file of a benchmark; each gets the load of the machine at that moment."""
+    RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / f"{benchmark}.jsonl").open("a") as out:
+
+        def write(row: Row) -> None:
+            out.write(json.dumps({**row, "load_average": round(os.getloadavg()[0], 2)}) + "\n")
+            out.flush()
+
+        yield write
+
+
+def add_to_summary(found: Mapping[str, Ratio]) -> None:
+    """Put ratios in the place of earlier ones of the same names."""
+    RESULTS.mkdir(exist_ok=True)
+    ratios = read_summary() | {name: asdict(each) for name, each in found.items()}
+    extra = [each for name, each in ratios.items() if name.startswith(f"{WORST}_")]
+    if extra:
+        ratios[WORST] = max(extra, key=lambda each: each["max"])
+    SUMMARY.write_text(json.dumps({"ratios": ratios}, indent=1, sort_keys=True) + "\n")
+
+
+def read_summary() -> dict[str, dict[str, float]]:
+    """All ratios by name; none before the first benchmark has run."""
+    if not SUMMARY.exists():
+        return {}
+    ratios: dict[str, dict[str, float]] = json.loads(SUMMARY.read_text())["ratios"]
+    return ratios
+
+
+def show(found: Mapping[str, Ratio]) -> None:
+    """A table of ratios and their goals."""
+    table = Table("ratio", "median", "min", "max", "pairs", "goal", "")
+    for name, each in found.items():
+        goal = GOALS.get(name)
+        verdict = "" if goal is None else "met" if goal.is_met(each.median) else "missed"
+        cells = (f"{value:.3f}" for value in (each.median, each.min, each.max))
+        table.add_row(name, *cells, str(each.pairs), "" if goal is None else str(goal), verdict)
+    Console(width=max(120, Console().width)).print(table)
