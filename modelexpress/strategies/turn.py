@@ -59,7 +59,7 @@ class Turn:
         return self._limit
 
     def pause_s(self, look_s: float) -> float:
-        """How long to wait after a look that took `look_s`; not the same for two targets, so that they do not go in step."""
+        """How long to wait after a look that took `look_s`; another time for each, or all would look in step."""
         pause_s = min(max(_SHORTEST_PAUSE_S, _PAUSES_PER_LOOK * look_s), _LONGEST_PAUSE_S)
         return pause_s * self.chance.uniform(0.5, 1.5)
 
