@@ -14,8 +14,11 @@ from types import TracebackType
 class PeerProcess:
     """`modelexpress serve` (or another command that prints a line starting with `ready`) while the block runs."""
 
-    def __init__(self, command: list[str], *, ready: str = "ready", ready_within_s: float = 120.0) -> None:
+    def __init__(
+        self, command: list[str], *, ready: str = "ready", ready_within_s: float = 120.0, stdin: int | None = None
+    ) -> None:
         self._command = command
+        self._stdin = stdin
         self._ready = ready
         self._ready_within_s = ready_within_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -31,7 +34,7 @@ class PeerProcess:
         if self._process is None:
             # A demo's or benchmark's sources talk over this machine's loopback only.
             environment = {"UCX_NET_DEVICES": "lo", **os.environ}
-            self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, env=environment)
+            self._process = subprocess.Popen(self._command, stdin=self._stdin, stdout=subprocess.PIPE, env=environment)
 
     def __enter__(self) -> PeerProcess:
         self.start()

@@ -59,10 +59,6 @@ class _Entry(NamedTuple):
     distinction: str
     kind: str
 
-    @classmethod
-    def named(cls, path: str, match: re.Match[str] | None) -> _Entry:
-        return cls(path, "", "", "") if match is None else cls(path, *match.groups())
-
 
 @dataclass(frozen=True, slots=True)
 class _Publication:
@@ -179,8 +175,8 @@ class DirectoryRegistry(Registry):
             readers = Counter(
                 each.source_id for each in entries if each.kind == "lease" and is_live(each.path, witness)
             )
-            self._tidy(entries, {(source_id, _digest(encoded)) for source_id, encoded in found}, witness)
-        return [StoredRecord(source_id, encoded, readers[source_id]) for source_id, encoded in found]
+            self._tidy(entries, {(entry.source_id, entry.distinction) for entry, _ in found}, witness)
+        return [StoredRecord(entry.source_id, encoded, readers[entry.source_id]) for entry, encoded in found]
 
     def _load_offer(self, record: SourceRecord) -> bytes | None:
         with self._translated("read"):
@@ -206,7 +202,7 @@ class DirectoryRegistry(Registry):
             publication.remove()
         self._held.clear()
 
-    def _live_records(self, entries: list[_Entry], witness: Witness) -> Iterator[tuple[str, bytes]]:
+    def _live_records(self, entries: list[_Entry], witness: Witness) -> Iterator[tuple[_Entry, bytes]]:
         for entry in entries:
             if entry.kind != "record":
                 continue
@@ -214,7 +210,7 @@ class DirectoryRegistry(Registry):
             if encoded is None:
                 continue
             if entry.distinction == _digest(encoded):
-                yield entry.source_id, encoded
+                yield entry, encoded
             else:
                 logger.warning("ignored %s: it was changed after it was published", entry.path)
 
@@ -232,7 +228,9 @@ class DirectoryRegistry(Registry):
             names = os.listdir(self.path)
         except FileNotFoundError:
             return []
-        return [_Entry.named(os.path.join(self.path, name), _NAME.fullmatch(name)) for name in names]
+        # Of thousands of files, each in the fewest steps.
+        folder, match, nothing = f"{self.path}{os.sep}", _NAME.fullmatch, ("", "", "")
+        return [_Entry(folder + name, *(found.groups() if (found := match(name)) else nothing)) for name in names]
 
     def _place(self, record: SourceRecord, encoded: bytes, kind: str) -> Path:
         return self.path / _name(record.source_id, _digest(encoded), kind)

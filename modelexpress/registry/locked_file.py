@@ -20,8 +20,6 @@ import secrets
 import stat
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +30,9 @@ logger = logging.getLogger(__name__)
 # CLOCK_BOOTTIME. The payload follows.
 _HEADER = struct.Struct("<8s16sQQQd")
 _MAGIC = b"mxfile1\n"
+
+# Read at once, with which a record needs no second call.
+_START_NBYTES = 4096
 
 # What open() says about things that are there and are no file of ours: a symlink, a socket, no permission.
 _NOT_OURS = frozenset({errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENODEV})
@@ -160,20 +161,31 @@ def read_live(path: str | Path, witness: Witness, *, max_nbytes: int) -> bytes |
     Raises:
         OSError: this process cannot look (out of descriptors, disk error).
     """
-    with _opened_live(path, witness) as fd:
-        if fd is None:
+    fd = _open_foreign(path)
+    if fd is None:
+        return None
+    try:
+        nbytes, start = _look(path, fd, witness)
+        if start is None:
             return None
-        nbytes = os.fstat(fd).st_size - _HEADER.size
         if nbytes > max_nbytes:
             logger.warning("ignored %s: it has %s bytes; the limit is %s", path, nbytes, max_nbytes)
             return None
-        return _read(fd, nbytes)
+        payload = start[_HEADER.size :]
+        return payload if len(payload) >= nbytes else payload + _read(fd, len(start), nbytes - len(payload))
+    finally:
+        os.close(fd)
 
 
 def is_live(path: str | Path, witness: Witness) -> bool:
-    """Whether the owner is alive; removes and ignores as `read_live` does, but reads no payload."""
-    with _opened_live(path, witness) as fd:
-        return fd is not None
+    """Whether the owner is alive; removes and ignores as `read_live` does."""
+    fd = _open_foreign(path)
+    if fd is None:
+        return False
+    try:
+        return _look(path, fd, witness)[1] is not None
+    finally:
+        os.close(fd)
 
 
 def remove_abandoned_temp(path: str | Path) -> None:
@@ -197,32 +209,24 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-@contextmanager
-def _opened_live(path: str | Path, witness: Witness) -> Iterator[int | None]:
-    fd = _open_foreign(path)
-    if fd is None:
-        yield None
-        return
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            logger.warning("ignored %s: not a regular file", path)
-            yield None
-            return
-        header = os.pread(fd, _HEADER.size, 0)
-        if _is_dead(fd, header, witness):
-            _remove_dead(path, fd)
-            yield None
-        elif not _is_ours(header):
-            logger.warning("ignored %s: not a file of modelexpress", path)
-            yield None
-        else:
-            yield fd
-    finally:
-        os.close(fd)
+def _look(path: str | Path, fd: int, witness: Witness) -> tuple[int, bytes | None]:
+    """The size of the payload and the start of the file; None when it is dead, and removed, or not a file of ours."""
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        logger.warning("ignored %s: not a regular file", path)
+        return 0, None
+    start = os.pread(fd, _START_NBYTES, 0)
+    if _is_dead(fd, start, witness):
+        _remove_dead(path, fd)
+        return 0, None
+    if not _is_ours(start):
+        logger.warning("ignored %s: not a file of modelexpress", path)
+        return 0, None
+    return info.st_size - _HEADER.size, start
 
 
 def _is_ours(header: bytes) -> bool:
-    return len(header) == _HEADER.size and header.startswith(_MAGIC)
+    return len(header) >= _HEADER.size and header.startswith(_MAGIC)
 
 
 def _is_dead(fd: int, header: bytes, witness: Witness) -> bool:
@@ -230,7 +234,7 @@ def _is_dead(fd: int, header: bytes, witness: Witness) -> bool:
         return True
     if not _is_ours(header):
         return False
-    _, boot, pid_namespace, pid, start_ticks, expires_at = _HEADER.unpack(header)
+    _, boot, pid_namespace, pid, start_ticks, expires_at = _HEADER.unpack_from(header)
     if boot == witness.boot and expires_at <= now():
         return True
     return witness.is_dead(Owner(boot, pid_namespace, pid, start_ticks))
@@ -303,9 +307,8 @@ def _write(fd: int, data: bytes) -> None:
         left = left[os.write(fd, left) :]
 
 
-def _read(fd: int, nbytes: int) -> bytes:
+def _read(fd: int, offset: int, nbytes: int) -> bytes:
     parts = []
-    offset = _HEADER.size
     while nbytes > 0:
         part = os.pread(fd, nbytes, offset)
         if not part:
