@@ -16,12 +16,12 @@ from pathlib import Path
 from checkpoints import write_llama
 from layout_source import build
 from peer_process import PeerProcess
+from ratios import rows
 
 import modelexpress
 from modelexpress.gms import client
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "gms_publish_peak.jsonl"
 SLACK = 0.05
 
 
@@ -79,9 +79,8 @@ def main() -> None:
         "peak_over_model": (sampler.peak - base) / sum(sizes),
         "load_and_publish_seconds": seconds,
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as out:
-        out.write(json.dumps(row) + "\n")
+    with rows("gms_publish_peak") as write:
+        write(row)
     print(json.dumps(row))
     if row["peak_over_base_bytes"] > allowed:
         sys.exit(f"more than model + one segment + {SLACK:.0%}: {allowed:,.0f} bytes")

@@ -1,6 +1,6 @@
 """Loads a model by disk and publishes it the way an engine holds it, until SIGTERM. Used by benchmarks and tests.
 
-Usage: layout_source.py CHECKPOINT REGISTRY_URL
+Usage: layout_source.py CHECKPOINT REGISTRY_URL [REVISION MODEL_NAME]. With a revision it is offered by tcp, too.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ def build(checkpoint: Path) -> CheckpointModule:
     return module
 
 
-def main(checkpoint: Path, registry: str) -> None:
+def main(checkpoint: Path, registry: str, revision: str | None = None, model_name: str | None = None) -> None:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, leave)
     report = modelexpress.load(lambda: build(checkpoint), checkpoint, strategies="disk")
     assert report.model is not None
-    with modelexpress.publish(report.model, checkpoint, registry=registry):
+    named = {"revision": revision, "model_name": model_name, "transports": "host,nixl,tcp"} if revision else {}
+    with modelexpress.publish(report.model, checkpoint, registry=registry, **named):
         print("ready", flush=True)
         while True:
             signal.pause()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])
