@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -77,15 +79,23 @@ def ratio_of(pairs: Sequence[float]) -> Ratio:
 
 @contextmanager
 def rows(benchmark: str) -> Iterator[Callable[[Row], None]]:
-    """Append rows to the file of a benchmark; each gets the load of the machine at that moment."""
+    """Append rows to the file of a benchmark; each gets the load of the machine, and when this run of it began."""
     RESULTS.mkdir(exist_ok=True)
+    run = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     with (RESULTS / f"{benchmark}.jsonl").open("a") as out:
 
         def write(row: Row) -> None:
-            out.write(json.dumps({**row, "load_average": round(os.getloadavg()[0], 2)}) + "\n")
+            out.write(json.dumps({**row, "run": run, "load_average": round(os.getloadavg()[0], 2)}) + "\n")
             out.flush()
 
         yield write
+
+
+def last_run(benchmark: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The rows of the latest run of a benchmark; none when there was no run."""
+    path = folder / f"{benchmark}.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in found if row["run"] == found[-1]["run"]]
 
 
 def add_to_summary(found: Mapping[str, Ratio]) -> None:
