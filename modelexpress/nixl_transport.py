@@ -18,6 +18,7 @@ destroyed, and checked to be gone, which also ends what a network card would wri
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import os
@@ -187,7 +188,8 @@ class _NixlRegistration(Registration):
         Over TCP, memory that is freed under a living agent kills this process. On CMA a reader copies without
         asking us, and only the missing proof tells it that what it copied may have changed.
         """
-        self._proof[:] = 0
+        if self._agent.is_ours:  # a forked child may not even have the page
+            self._proof[:] = 0
         self._agent.destroy()
 
 
@@ -321,9 +323,14 @@ class _Agent:
 
     Agents of one name refuse each other, hence the name. Nobody else may hold `nixl`, not even a frame in a
     traceback: as long as it lives, what it was asked to read is written.
+
+    In a forked child it is never destroyed: that would take down connections that the parent still uses, and wait for
+    threads that are not there.
     """
 
     def __init__(self, *, progress_thread: bool) -> None:
+        _require_own_ucx()
+        self._owner_pid = os.getpid()
         self._remote: Any = None
         self._registered: list[Any] = []
         self._handles: list[Any] = []
@@ -336,6 +343,12 @@ class _Agent:
             self.nixl = None
             traceback.clear_frames(exc.__traceback__)
             raise NotAvailable(f"NIXL cannot make an agent: {_meaning(exc)}{_ucx_settings()}") from exc
+        self._unless_forked = weakref.finalize(self, _keep_in_child, self._owner_pid, self.nixl.agent)
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a forked child."""
+        return os.getpid() == self._owner_pid
 
     def register(self, places: Iterable[_Place]) -> list[Any]:
         """Register memory; gives back what `deregister` takes. Ranges that touch become one."""
@@ -380,6 +393,10 @@ class _Agent:
         """
         if self.nixl is None:
             return
+        if not self.is_ours:
+            self._unless_forked()
+            self.nixl = None
+            return
         with suppress(*_ERRORS):  # a broken agent refuses to tidy up; its end does that too
             while self._handles:
                 self.nixl.release_xfer_handle(self._handles.pop())
@@ -390,10 +407,37 @@ class _Agent:
             self.deregister(list(self._registered))
         self._handles.clear()
         self._registered.clear()
+        self._unless_forked.detach()
         alive = weakref.ref(self.nixl.agent)
         self.nixl = None
         if alive() is not None:
             raise RecoveryFailed("a NIXL agent is still referenced and cannot be destroyed; its memory may be written")
+
+
+@functools.cache
+def _ucx_pid() -> int:
+    """The process that was the first to use UCX; a forked child has the answer of its parent."""
+    return os.getpid()
+
+
+def _require_own_ucx() -> None:
+    """UCX keeps threads and locks for the whole process, and a fork takes neither along: 2 of 15 children that made an
+    agent while their parent read hung in it.
+
+    Raises:
+        NotAvailable: this process was forked from one that had made an agent.
+    """
+    if _ucx_pid() != os.getpid():
+        raise NotAvailable(
+            f"this process was forked from process {_ucx_pid()}, which had used NIXL, and UCX does not survive a fork; "
+            "start it with multiprocessing's spawn or forkserver"
+        )
+
+
+def _keep_in_child(owner_pid: int, agent: Any) -> None:  # noqa: ANN401 - a binding without types
+    """Called when an agent is let go of that was not destroyed: in a forked child it is given a reference for ever."""
+    if os.getpid() != owner_pid:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
 
 
 _Place = tuple[int, int, str]  # address, bytes, device

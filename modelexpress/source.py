@@ -82,6 +82,7 @@ class WeightSource:
         self._names = set(served.keys)
         self._broken = False
         self._lock = threading.Lock()
+        self._owner_pid = os.getpid()
 
     @property
     def record(self) -> SourceRecord:
@@ -91,14 +92,14 @@ class WeightSource:
             ModelExpressError: nothing is published.
         """
         live = self._live
-        if live is None:
+        if live is None or not self._is_ours:
             raise ModelExpressError(f"{self._served.label} is not published")
         return live.record
 
     @property
     def published(self) -> bool:
-        """Whether others can find the weights now."""
-        return self._live is not None
+        """Whether others can find the weights now, in this process."""
+        return self._live is not None and self._is_ours
 
     @property
     def generation(self) -> int:
@@ -113,6 +114,7 @@ class WeightSource:
             NotAvailable: the transport or the model cannot serve these weights; says why.
             RegistryError: nobody could be told. Nothing is left behind.
         """
+        self._require_ours()
         with self._lock:
             if self._live is not None:
                 raise ModelExpressError(f"{self._served.label} is published already; withdraw it first")
@@ -124,8 +126,10 @@ class WeightSource:
         """Become unfindable, let readers finish for a while, and end what is left of them.
 
         When this returns, no reader that is still at it will accept what it got: the memory may change or go.
-        Safe to call twice.
+        Safe to call twice. In a forked child it does nothing: the publication is its parent's.
         """
+        if not self._is_ours:  # before the lock, which another thread of the parent may have held at the fork
+            return
         with self._lock:
             self._broken = self._updates > 0  # an update that is still running must not publish again
             self._stop()
@@ -142,6 +146,7 @@ class WeightSource:
             ModelExpressError: on entry, when nothing is published that could be updated.
             ConfigError: on entry, when the weights were published under this revision before.
         """
+        self._require_ours()
         with self._lock:
             if self._live is None and not self._updates:
                 raise ModelExpressError(f"{self._served.label} is not published; publish it when it is final")
@@ -172,6 +177,18 @@ class WeightSource:
     ) -> None:
         self.withdraw()
 
+    @property
+    def _is_ours(self) -> bool:
+        """False in a forked child, which has a copy of this object, and neither its threads nor its publication."""
+        return os.getpid() == self._owner_pid
+
+    def _require_ours(self) -> None:
+        if not self._is_ours:
+            raise ModelExpressError(
+                f"{self._served.label} is a source of process {self._owner_pid}, from which this one was forked; "
+                "make a source of its own here"
+            )
+
     def _publish(self) -> SourceRecord:
         self._generation += 1
         self._live = self._start()
@@ -187,8 +204,7 @@ class WeightSource:
     def _stop(self) -> None:
         live, self._live = self._live, None
         atexit.unregister(self.withdraw)
-        # A forked child has a copy of this object, and neither the thread nor the right to withdraw.
-        if live is not None and live.record.pid == os.getpid():
+        if live is not None:
             live.stop()
 
     def _start(self) -> _Publication:
@@ -239,7 +255,12 @@ class _Publication:
         self._lease_ttl_s = lease_ttl_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="mx-renew", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # interrupted while the thread begins
+            self._ended.set()
+            opened.close()
+            raise
 
     def stop(self) -> None:
         """Stop offering, let readers finish, withdraw, end what is left of the reads; in this order."""

@@ -23,6 +23,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -146,6 +147,7 @@ class _TcpRegistration(Registration):
     transport = TcpTransport.name
 
     def __init__(self, manifest: Manifest, listen: str) -> None:
+        self._owner_pid = os.getpid()
         self._ranges = _Ranges(manifest)
         self._secret = os.urandom(_SECRET_NBYTES)
         self._closed = False
@@ -159,7 +161,12 @@ class _TcpRegistration(Registration):
         port = self._listener.getsockname()[1]
         self._endpoint = framed(_MAGIC, _Endpoint(listen, port, self._secret))
         self._thread = threading.Thread(target=self._accept, name=_THREADS, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # interrupted while the thread begins
+            self._end_listening()
+            raise
+        os.register_at_fork(after_in_child=partial(_close_copies, weakref.ref(self)))
 
     @property
     def endpoint(self) -> bytes:
@@ -171,12 +178,12 @@ class _TcpRegistration(Registration):
         Raises:
             RecoveryFailed: a thread does not come back, and may still read the memory.
         """
+        if os.getpid() != self._owner_pid:
+            return  # a forked child has nothing of it any more
         with self._lock:
             self._closed = True
             serving = dict(self._connections)
-        with suppress(OSError):  # closed before
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for readers
-        self._listener.close()
+        self._end_listening()
         for connection in serving:
             with suppress(OSError):  # its reader went away, or its thread has closed it
                 connection.shutdown(socket.SHUT_RDWR)
@@ -185,6 +192,22 @@ class _TcpRegistration(Registration):
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
                 raise RecoveryFailed(f"a thread that serves a reader did not end within {_CLOSING_S:g} s")
+
+    def _end_listening(self) -> None:
+        self._closed = True
+        with suppress(OSError):  # closed before
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for readers
+        self._listener.close()
+
+    def close_copies(self) -> None:
+        """In a forked child: give up its copies of the sockets, without a word to who is at the other end.
+
+        As long as the child had them, a reader would not see that the source died.
+        """
+        self._listener.close()
+        for connection in list(self._connections):
+            connection.close()
+        self._connections.clear()
 
     def _accept(self) -> None:
         name_this_thread(_THREADS)
@@ -252,6 +275,12 @@ class _TcpRegistration(Registration):
             else:
                 _advance(views, connection.sendmsg(views[:_MOST_BUFFERS]))
         return True
+
+
+def _close_copies(made: weakref.ref[_TcpRegistration]) -> None:
+    registration = made()
+    if registration is not None:
+        registration.close_copies()
 
 
 class _Ranges:
@@ -354,6 +383,7 @@ class _Lane:
 
     def __init__(self, source: _Endpoint, go_on: Callable[[], bool]) -> None:
         where = f"{source.address} port {source.port}"
+        self._owner_pid = os.getpid()
         family = socket.AF_INET6 if ":" in source.address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -468,6 +498,10 @@ class _Lane:
                 _advance(views, received)
 
     def close(self) -> None:
+        """Tell the source, also where a forked child has a copy of the socket, which would keep it open."""
+        if os.getpid() == self._owner_pid:
+            with suppress(OSError):  # the source went away
+                self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
