@@ -37,6 +37,9 @@ _HOOK_DICTS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 )
+_LOADING = (
+    "_modelexpress_loading"  # on a module while it is loaded; lies there since two loads know nothing else in common
+)
 _OWN_STATE = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", *_HOOK_DICTS})
 
 
@@ -67,6 +70,38 @@ class ModelRoot:
         self.dirt = Dirt.NONE
         self.resets = 0
         self._accepted = False
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Hold this for a whole load: a reset frees memory that another load of the module would be writing to.
+
+        Raises:
+            ConfigError: another load of this module is under way, or one was broken off while it built the module
+                again, which left nothing to load into.
+        """
+        mine = object()
+        vars(self.module).setdefault(_LOADING, mine)  # one step: of two threads only one finds its own
+        state = vars(self.module)  # another one, if the other load has just put a fresh one there
+        found = state.get(_LOADING)
+        if "_parameters" not in state:
+            self._end_loading(mine)
+            raise ConfigError(
+                f"the {type(self.module).__name__} is empty: a load of it is building it again, or was broken off "
+                "while it did; build a new one and load that"
+            )
+        if found is not mine:
+            raise ConfigError(
+                f"another thread is loading this {type(self.module).__name__}; wait for it, or load another object"
+            )
+        try:
+            yield
+        finally:
+            self._end_loading(mine)
+
+    def _end_loading(self, mine: object) -> None:
+        state = vars(self.module)
+        if state.get(_LOADING) is mine:
+            del state[_LOADING]
 
     @contextmanager
     def writing(self, dirt: Dirt = Dirt.ANYTHING) -> Iterator[nn.Module]:

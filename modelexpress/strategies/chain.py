@@ -47,9 +47,14 @@ class LoadStrategyChain:
         clean root. KeyboardInterrupt, SystemExit and MemoryError go straight up.
 
         Raises:
+            ConfigError: another thread is loading the same module.
             LoadFailed: nothing worked, or the first attempt did not and the chain is strict.
             RecoveryFailed: the root could not be rebuilt between two attempts, or its memory is not safe.
         """
+        with target.root.loading():
+            return self._run(target)
+
+    def _run(self, target: LoadTarget) -> LoadReport:
         started = time.monotonic()
         attempts = list(self.refused)
         for strategy in self.strategies:
