@@ -206,11 +206,11 @@ class Stripe:
         Raises:
             RecoveryFailed: a source's connection could not be closed.
         """
-        with self._changed:
-            self._closed = True
-            for member in self._members:
-                member.stop.set()
-            self._changed.notify_all()
+        try:
+            self._say_closed()
+        except BaseException:  # the caller is interrupted; threads that nobody tells would wait for ever
+            self._say_closed()
+            raise
         until = time.monotonic() + _CLOSING_S
         while self._threads:
             self._threads.pop().join(left(until))
@@ -218,15 +218,26 @@ class Stripe:
             self._raise_failure()
 
     def __enter__(self) -> Self:
-        with self._changed:
-            for _ in range(self._width):
-                self._start_spare()
+        try:
+            with self._changed:
+                for _ in range(self._width):
+                    self._start_spare()
+        except BaseException:  # interrupted while a thread begins
+            self._say_closed()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _say_closed(self) -> None:
+        with self._changed:
+            self._closed = True
+            for member in self._members:
+                member.stop.set()
+            self._changed.notify_all()
 
     # In the reader's thread
 
@@ -319,8 +330,8 @@ class Stripe:
             return
         member.state, member.since = "connecting", time.monotonic()
         thread = threading.Thread(target=self._run, args=(member,), name="mx-source", daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     def _nobody_left(self) -> ModelExpressError:
         preferred = self._members[0].name
