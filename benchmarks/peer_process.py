@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -15,25 +16,34 @@ class PeerProcess:
     """`modelexpress serve` (or another command that prints a line starting with `ready`) while the block runs."""
 
     def __init__(
-        self, command: list[str], *, ready: str = "ready", ready_within_s: float = 120.0, stdin: int | None = None
+        self,
+        command: list[str],
+        *,
+        ready: str = "ready",
+        ready_within_s: float = 120.0,
+        environment: Mapping[str, str] | None = None,
+        stdin: int | None = None,
     ) -> None:
         self._command = command
         self._stdin = stdin
         self._ready = ready
         self._ready_within_s = ready_within_s
+        self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self.ready_line = ""
 
     @classmethod
-    def serve(cls, checkpoint: Path, registry: str, *options: str) -> PeerProcess:
+    def serve(
+        cls, checkpoint: Path, registry: str, *options: str, environment: Mapping[str, str] | None = None
+    ) -> PeerProcess:
         command = [sys.executable, "-m", "modelexpress", "serve", str(checkpoint), "--registry", registry, *options]
-        return cls(command)
+        return cls(command, environment=environment)
 
     def start(self) -> None:
         """Begin, without waiting; the block starts what was not started."""
         if self._process is None:
             # A demo's or benchmark's sources talk over this machine's loopback only.
-            environment = {"UCX_NET_DEVICES": "lo", **os.environ}
+            environment = {"UCX_NET_DEVICES": "lo", **os.environ, **self._environment}
             self._process = subprocess.Popen(self._command, stdin=self._stdin, stdout=subprocess.PIPE, env=environment)
 
     def __enter__(self) -> PeerProcess:

@@ -3,6 +3,7 @@
 import mmap
 import multiprocessing
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -70,7 +71,9 @@ class Peer:
         self.endpoint, self.manifest = offer.endpoint, offer.manifest
 
     def tell(self, command: str) -> object:
-        """`close` ends the registration, `free` unmaps the memory; anything else is said back."""
+        """`close` ends the registration, `free` unmaps the memory, `fork` makes a child that sleeps and says which;
+        anything else is said back.
+        """
         self._pipe.send(command)
         return self._answer(_ANSWER_S)
 
@@ -129,4 +132,14 @@ def _serve(pipe: Connection, sizes: list[int], seed: int, env: dict[str, str], t
                 arrays.clear()
                 while maps:
                     maps.pop().close()
+            elif command == "fork":
+                command = _sleeping_child()
             pipe.send(command)
+
+
+def _sleeping_child() -> int:
+    child = os.fork()
+    if child == 0:
+        time.sleep(_START_S)
+        os._exit(0)
+    return child
