@@ -114,7 +114,8 @@ def keep_checkpoint(checkpoint: Checkpoint, *, progress: Progress | None = None,
     open_index(path)  # what is wrong with the files is said before anything else
     identity = module_identity(path, config)
     adapter = CheckpointAdapter(path, lambda: identity)
-    files = DiskCheckpoint(path, threads=config.threads, verify=config.verify)
+    direct = config.direct_reads != "off"
+    files = DiskCheckpoint(path, threads=config.threads, verify=config.verify, direct=direct)
     target = LoadTarget(adapter, ModelRoot(adapter.initialize()), progress)
     where = Where(config.gms, identity.content_key, answer_s=config.connect_timeout_s)
     granted = open_session(where, "RW", HostMemory(), wait_s=config.connect_timeout_s)
@@ -334,7 +335,13 @@ def default_chain(
     with ExitStack() as services:
         for name in config.strategies:
             if name == "disk":
-                files = DiskCheckpoint(checkpoint, threads=config.threads, verify=config.verify, fetch=fetch)
+                files = DiskCheckpoint(
+                    checkpoint,
+                    threads=config.threads,
+                    verify=config.verify,
+                    fetch=fetch,
+                    direct=config.direct_reads != "off",
+                )
                 strategies.append(files)
             elif name == "gms" and config.gms is not None:
                 importing = GmsImport(
@@ -465,7 +472,8 @@ def _into_memory(
         for tensor in index.manifest.tensors
     )
     manifest = Manifest(storages, tensors)
-    files = open_files(index, threads=config.threads, verify=config.verify, progress=progress)
+    direct = config.direct_reads != "off"
+    files = open_files(index, threads=config.threads, verify=config.verify, progress=progress, direct=direct)
     files.read(plan_checkpoint(index.manifest, manifest))
     return manifest, blocks
 

@@ -60,7 +60,10 @@ class Config:
         strict: fail at the first attempt that does not work, instead of trying the next.
         transfer_timeout_s: seconds for one attempt to move its bytes.
         connect_timeout_s: seconds to reach a registry or a peer.
-        threads: parallel lanes and readers; default: the cores this process may use, at most 8.
+        threads: parallel lanes and readers; default: the cores this process may use, at most 8. Files are read by at
+            least 4.
+        direct_reads: read files past the page cache where they are not in it: on, off (they stay there for others on
+            this host), or auto: on, but off for several ranks of one engine, which read the same files.
         max_sources: peers of each kind to try.
         max_readers: targets that may read from one peer at a time. Who comes later waits until that peer is free or
             another has the weights, which fills a fleet in the shortest time; where nothing moves, more are let in.
@@ -83,6 +86,7 @@ class Config:
     transfer_timeout_s: float = 300.0
     connect_timeout_s: float = 10.0
     threads: int = field(default_factory=_default_threads)
+    direct_reads: Literal["auto", "on", "off"] = "auto"
     max_sources: int = 3
     max_readers: int = 1
     lease_ttl_s: float = 15.0
@@ -265,6 +269,7 @@ _PARSERS: Mapping[str, tuple[Callable[[object], object], str]] = {
     "transfer_timeout_s": _SECONDS,
     "connect_timeout_s": _SECONDS,
     "threads": _COUNT,
+    "direct_reads": (_one_of("auto", "on", "off"), "auto, on or off"),
     "max_sources": _COUNT,
     "max_readers": _COUNT,
     "lease_ttl_s": _SECONDS,

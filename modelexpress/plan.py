@@ -59,17 +59,6 @@ class TransferPlan(msgspec.Struct, frozen=True):
     def nbytes(self) -> int:
         return sum(chunk.nbytes for chunk in self.chunks)
 
-    def lanes(self, count: int) -> tuple[tuple[Chunk, ...], ...]:
-        """Cut the plan into at most `count` runs of neighbouring chunks with about equal bytes."""
-        lanes: list[list[Chunk]] = [[]]
-        share, filled = self.nbytes / max(1, count), 0
-        for chunk in self.chunks:
-            if filled >= share * len(lanes) and len(lanes) < count:
-                lanes.append([])
-            lanes[-1].append(chunk)
-            filled += chunk.nbytes
-        return tuple(tuple(lane) for lane in lanes if lane)
-
     def source_address(self, part: Range) -> int:
         return self.source.storages[part.source_storage].address + part.source_offset
 

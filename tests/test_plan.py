@@ -104,23 +104,19 @@ def test_only_the_first_five_are_listed_and_all_are_counted():
         plan_transfer(manifest(), many)
 
 
-def test_chunks_hold_whole_pieces_and_lanes_hold_all_chunks():
+def test_chunks_hold_whole_pieces():
     source = manifest(tensor("big", 0, [5 * PIECE_NBYTES + 3]), tensor("small", 6 * PIECE_NBYTES, [100]))
 
     plan = plan_transfer(source, source)
 
     assert all(chunk.nbytes <= PIECE_NBYTES for chunk in plan.chunks)
     assert [number for chunk in plan.chunks for number, _ in chunk.pieces] == list(range(7))
-    for count in (1, 2, 3, 50):
-        lanes = plan.lanes(count)
-        assert len(lanes) <= count
-        assert tuple(chunk for lane in lanes for chunk in lane) == plan.chunks
 
 
 def test_an_empty_model_has_an_empty_plan():
     empty = manifest(TensorSpec("none", NO_STORAGE, 0, (0,), (1,), "uint8", "buffer"))
 
-    assert plan_transfer(empty, empty).lanes(4) == ()
+    assert plan_transfer(empty, empty).chunks == ()
 
 
 def test_checkpoint_fills_a_tie_from_the_one_name_it_holds():

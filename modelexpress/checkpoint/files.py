@@ -7,6 +7,7 @@ Errors of the operating system become CheckpointError here.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,16 @@ from modelexpress.errors import CheckpointError
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _IOV_MAX = 1024  # buffers that one preadv takes, on Linux
+
+# Reads past the page cache: offsets, lengths and addresses that every disk takes (most would take 512).
+DIRECT_NBYTES = 4096
+
+# What a file system says, on open(2) or on a read, when it has no reads past the page cache, or not of this alignment.
+REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class _Refused(CheckpointError):
+    """The file is there, and cannot be opened in this way."""
 
 
 class FileState(msgspec.Struct, frozen=True):
@@ -60,18 +71,38 @@ def opened(path: str, shown: str) -> Iterator[tuple[int, FileState]]:
         os.close(fd)
 
 
-def open_regular(path: str, shown: str) -> int:
+def open_regular(path: str, shown: str, *, flags: int = 0) -> int:
     """A descriptor that the caller closes. See `opened`."""
     reason = unusable(path)
     if reason:
         raise CheckpointError(f"{shown}: {reason}")
     try:
-        fd = os.open(path, _FLAGS)
+        fd = os.open(path, _FLAGS | flags)
     except OSError as exc:
+        if flags and exc.errno in REFUSED:
+            raise _Refused(f"{shown}: cannot be opened with flags {flags:#o}: {exc.strerror}") from exc
         raise CheckpointError(f"{shown}: cannot be opened: {exc.strerror}") from exc
     if not stat.S_ISREG(os.fstat(fd).st_mode):  # swapped between the look and the open
         os.close(fd)
         raise CheckpointError(f"{shown}: not a regular file")
+    return fd
+
+
+def open_direct(path: str, shown: str, validated: FileState) -> int | None:
+    """A descriptor for reads past the page cache, which the caller closes; None where the file system has none.
+
+    Raises:
+        CheckpointError: as `opened`, or another file is at `path` by now.
+    """
+    try:
+        fd = open_regular(path, shown, flags=os.O_DIRECT)
+    except _Refused:
+        return None
+    try:
+        check_unchanged(fd, shown, validated)
+    except CheckpointError:
+        os.close(fd)
+        raise
     return fd
 
 
@@ -116,11 +147,42 @@ def fill(fd: int, shown: str, offset: int, views: Sequence[memoryview]) -> None:
         except OSError as exc:
             raise CheckpointError(f"{shown}: reading at byte {offset:,} failed: {exc.strerror}") from exc
         if not got:
-            raise CheckpointError(
-                f"{shown}: cut short while it was read: expected bytes up to {wanted_end:,}, found {offset:,}"
-            )
+            raise CheckpointError(_cut_short(shown, wanted_end, offset))
         offset += got
         pending = _rest(pending, got)
+
+
+def fill_direct(fd: int, shown: str, offset: int, view: memoryview, wanted: int) -> bool:
+    """Read at least the first `wanted` bytes from `offset` on into `view`, past the page cache.
+
+    Args:
+        fd: from `open_direct`. Offset, address and length are multiples of DIRECT_NBYTES; what lies after the end of
+            the file stays as it was.
+
+    Returns:
+        Whether the file system did it; where it refuses, nothing is said of what is in `view`.
+
+    Raises: as `fill`.
+    """
+    filled = 0
+    while filled < wanted:
+        try:
+            got = os.preadv(fd, [view[filled:]], offset + filled)
+        except OSError as exc:
+            if exc.errno in REFUSED:
+                return False
+            raise CheckpointError(f"{shown}: reading at byte {offset + filled:,} failed: {exc.strerror}") from exc
+        filled += got
+        if filled < wanted and (not got or got % DIRECT_NBYTES):  # the next offset would not be a whole block
+            found = state_of(fd).nbytes
+            if found < offset + wanted:
+                raise CheckpointError(_cut_short(shown, offset + wanted, found))
+            return False
+    return True
+
+
+def _cut_short(shown: str, wanted_end: int, found: int) -> str:
+    return f"{shown}: cut short while it was read: expected bytes up to {wanted_end:,}, found {found:,}"
 
 
 def read_bytes(fd: int, shown: str, offset: int, nbytes: int) -> bytes:

@@ -6,12 +6,11 @@ is overwritten, cut or replaced afterwards (a mapped file that shrinks ends the 
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from itertools import chain
+from queue import LifoQueue
 from types import TracebackType
 from typing import Self
 
@@ -20,73 +19,89 @@ import torch
 
 from modelexpress.checkpoint.base import CheckpointTensors
 from modelexpress.checkpoint.blocks import Blocks
-from modelexpress.checkpoint.files import check_unchanged, fill, open_regular
 from modelexpress.checkpoint.index import CheckpointIndex
+from modelexpress.checkpoint.shard_reader import Place, ShardReader, first_places
 from modelexpress.discovery import torch_dtype
 from modelexpress.errors import CheckpointError, ConfigError
 from modelexpress.manifest import NO_STORAGE, PIECE_NBYTES, TensorSpec, batches
-from modelexpress.memory import device_memory_at, memory_at
+from modelexpress.memory import ask_for_huge_pages
 from modelexpress.plan import Chunk, TransferPlan
-from modelexpress.transport import Arrived, Moved
+from modelexpress.transport import Arrived, Moved, Work
 
+_BUFFERS_NBYTES = 64 * 1024 * 1024  # all buffers of one read together
 _GROUP_NBYTES = PIECE_NBYTES  # small tensors are read ahead together, up to this much
+
+# What an iterator takes besides the tensors that its consumer has: 64 MiB, or what the next tensor needs.
+_AHEAD_NBYTES = 2 * _GROUP_NBYTES
+_AHEAD_BUFFERS_NBYTES = 16 * 1024 * 1024
+_SPARE_NBYTES = 16 * 1024 * 1024  # blocks that a consumer dropped are kept for its next tensors, up to this much
+
 _LANE_NBYTES = 1024 * 1024
-_SPARE_NBYTES = 64 * 1024 * 1024  # blocks that a consumer dropped are kept for its next tensors, up to this much
 _LISTED = 5  # names that an error spells out
 
 
 class DiskTensors(CheckpointTensors):
     """The tensors of the shards of `index`.
 
-    `read` uses `threads` threads, each with one file open at a time; two saturate a page cache, more help a
-    disk or network mount that answers many requests at once. Nothing is open between calls.
+    Args:
+        threads: how many read at the same time, each with one file open; two saturate a page cache, and a disk or
+            a network mount wants four or more requests at once. Nothing is open between calls.
+        direct: whether bytes that the kernel does not have in memory are read past the page cache: about the rate of
+            the disk, and nobody's pages are pushed out for it. Without it they stay there, for others on this host
+            that read the same files.
 
     Raises from both methods:
         CheckpointError: a shard changed since the index was made, ended early, or could not be read.
     """
 
-    def __init__(self, index: CheckpointIndex, *, threads: int = 4) -> None:
+    def __init__(self, index: CheckpointIndex, *, threads: int = 4, direct: bool = True) -> None:
         if threads < 1:
             raise ConfigError(f"threads is {threads}; a checkpoint needs at least 1 to be read")
         self.label = str(index.root)
         self.manifest = index.manifest
         self._index = index
         self._threads = threads
+        self._direct = direct
 
     def read(self, plan: TransferPlan, *, arrived: Arrived | None = None, moved: Moved | None = None) -> None:
-        """See the contract. Host memory is read into directly: peak memory beyond the target is zero.
+        """See the contract. Chunks are read in file order, by whichever thread is free.
 
-        Device memory goes through one host buffer a thread (16 MiB, page-locked); that path runs only where
-        there is a GPU. The first error stops all threads after the chunk they are at, and is raised when
-        all have ended.
+        Peak memory beyond the target: none for host memory and bytes that the kernel has in memory, else 4 MiB a
+        thread, and 64 MiB at most. Host memory that nobody touched yet gets huge pages where the kernel has them.
+        The first error stops all threads after the chunk they are at, and is raised when all have ended.
         """
         if plan.source != self.manifest:
             raise ConfigError(f"the plan's source is not the manifest of the checkpoint {self.label}")
-        stop = threading.Event()
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="mx-disk") as pool:
+        for storage in plan.target.storages:
+            if storage.device == "cpu":
+                ask_for_huge_pages(storage.address, storage.nbytes)
+        work = Work(plan.chunks)
+        count = min(self._threads, len(plan.chunks))
+        with ThreadPoolExecutor(max(1, count), thread_name_prefix="mx-disk") as pool:
             try:
-                lanes = [pool.submit(self._read_lane, plan, lane, arrived, stop) for lane in plan.lanes(self._threads)]
+                lanes = [pool.submit(self._read_lane, plan, work, arrived, moved) for _ in range(count)]
                 for lane in as_completed(lanes):
                     lane.result()
             finally:
-                stop.set()
+                work.stop()
 
-    def _read_lane(
-        self, plan: TransferPlan, lane: Iterable[Chunk], arrived: Arrived | None, stop: threading.Event
-    ) -> None:
-        with _OpenShard(self._index) as shard, _Destination(plan) as destination:
-            for chunk in lane:
-                if stop.is_set():
-                    return
-                shard.read(destination.parts(chunk))
-                destination.land()
+    def _read_lane(self, plan: TransferPlan, work: Work, arrived: Arrived | None, moved: Moved | None) -> None:
+        pinned = any(storage.device != "cpu" for storage in plan.target.storages)
+        with self._reader(_BUFFERS_NBYTES, pinned=pinned) as reader:
+            while (chunk := work.take()) is not None:
+                reader.read(_places(plan, chunk), None if moved is None else _Steps(chunk, moved))
                 if arrived is not None:
                     arrived(chunk)
 
+    def _reader(self, most_nbytes: int, *, pinned: bool = False) -> ShardReader:
+        """One of `threads` that together take at most so much memory."""
+        return ShardReader(self._index, direct=self._direct, most_nbytes=most_nbytes // self._threads, pinned=pinned)
+
     def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See the contract. While the consumer works on one group (16 MiB of tensors, or one larger tensor),
-        `threads` threads read the next: peak memory beyond what the consumer keeps is two groups, and 64
-        MiB of memory that the consumer dropped. Abandoning the iterator ends the threads and closes the files.
+        `threads` threads read the next two, or the next larger tensor. Peak memory beyond what the consumer keeps:
+        that, and 32 MiB of buffers and of memory that the consumer dropped. Abandoning the iterator ends the threads
+        and closes the files.
 
         Raises:
             CheckpointError: the checkpoint has no tensor of such a name (at once, before the first read),
@@ -109,131 +124,67 @@ class DiskTensors(CheckpointTensors):
         return [tensor for tensor in every if tensor.name in chosen]
 
     def _read_ahead(self, wanted: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        with _Ahead(self._index, self._threads) as ahead:
-            for group in chain(batches(wanted, _GROUP_NBYTES), [[]]):
+        waiting = deque(batches(wanted, _GROUP_NBYTES))
+        with _Ahead(lambda: self._reader(_AHEAD_BUFFERS_NBYTES), self._threads) as ahead:
+            ahead.start_some(waiting)
+            while ahead.is_busy:
                 arrived = ahead.arrived()
-                ahead.start(group)
+                ahead.start_some(waiting)
                 while arrived:
                     yield arrived.pop()
 
 
-class _Part(msgspec.Struct, frozen=True):
-    """Bytes of one shard and the host memory they go to."""
+class _Steps:
+    """Tells how far one chunk has come."""
 
-    storage: int
-    offset: int
-    view: memoryview
+    def __init__(self, chunk: Chunk, moved: Moved) -> None:
+        self._chunk = chunk
+        self._moved = moved
+        self._start = 0
 
-
-class _OpenShard:
-    """One open file at a time: the shard that was asked for last. Not thread-safe."""
-
-    def __init__(self, index: CheckpointIndex) -> None:
-        self._shards = index.shards
-        self._fd = -1
-        self._storage = NO_STORAGE
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close(check=kind is None)
-
-    def read(self, parts: Iterable[_Part]) -> None:
-        """Fill every part. Parts that follow each other in a file are read by one call."""
-        run: list[_Part] = []
-        for part in parts:
-            if run and (part.storage != run[-1].storage or part.offset != run[-1].offset + run[-1].view.nbytes):
-                self._read_run(run)
-                run = []
-            run.append(part)
-        if run:
-            self._read_run(run)
-
-    def _read_run(self, run: list[_Part]) -> None:
-        if run[0].storage != self._storage:
-            self._open(run[0].storage)
-        fill(self._fd, self._shards[self._storage].name, run[0].offset, [part.view for part in run])
-
-    def _open(self, storage: int) -> None:
-        self._close(check=True)
-        shard = self._shards[storage]
-        self._fd, self._storage = open_regular(shard.path, shard.name), storage
-        check_unchanged(self._fd, shard.name, shard.state)
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # doubles the kernel's read-ahead
-
-    def _close(self, *, check: bool) -> None:
-        """`check`: nobody wrote to the file while it was read, either."""
-        if self._fd < 0:
-            return
-        fd, self._fd = self._fd, -1
-        shard, self._storage = self._shards[self._storage], NO_STORAGE
-        try:
-            if check:
-                check_unchanged(fd, shard.name, shard.state)
-        finally:
-            os.close(fd)
+    def __call__(self, nbytes: int) -> None:
+        self._moved(self._chunk, self._start, nbytes)
+        self._start += nbytes
 
 
-class _Destination:
-    """Host memory that a chunk is read into: the target itself, or a buffer on the way to a device."""
+def _places(plan: TransferPlan, chunk: Chunk) -> list[Place]:
+    storages = plan.target.storages
+    return [
+        Place(
+            part.source_storage,
+            part.source_offset,
+            part.nbytes,
+            plan.target_address(part),
+            storages[part.target_storage].device,
+        )
+        for part in chunk.ranges
+    ]
 
-    def __init__(self, plan: TransferPlan) -> None:
-        self._plan = plan
-        self._buffer: torch.Tensor | None = None
-        self._staged: list[tuple[torch.Tensor, int, str]] = []
 
-    def __enter__(self) -> Self:
-        return self
+class _Group(msgspec.Struct):
+    """Tensors that are read together, and the reads that are under way."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._staged.clear()
-        self._buffer = None
-
-    def parts(self, chunk: Chunk) -> list[_Part]:
-        """Where to read the ranges of `chunk`. The buffer holds a whole chunk, since a chunk is at most a piece."""
-        parts: list[_Part] = []
-        staged_nbytes = 0
-        for part in chunk.ranges:
-            address, device = self._plan.target_address(part), self._plan.target.storages[part.target_storage].device
-            if device != "cpu":
-                staged = self._host()[staged_nbytes : staged_nbytes + part.nbytes]
-                staged_nbytes += part.nbytes
-                self._staged.append((staged, address, device))
-                address = staged.data_ptr()
-            parts.append(_Part(part.source_storage, part.source_offset, memory_at(address, part.nbytes)))
-        return parts
-
-    def land(self) -> None:
-        """Copy what was staged to its device, and wait for it."""
-        for staged, address, device in self._staged:
-            device_memory_at(address, staged.nbytes, device).copy_(staged)
-        self._staged.clear()
-
-    def _host(self) -> torch.Tensor:
-        if self._buffer is None:
-            self._buffer = torch.empty(PIECE_NBYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return self._buffer
+    tensors: list[tuple[str, torch.Tensor]]
+    nbytes: int
+    reads: list[Future[None]]
 
 
 class _Ahead:
-    """Reads one group of tensors by several threads, each with a file of its own, while the caller does
-    something else.
-    """
+    """Reads groups of tensors, in order, by several threads, while the caller does something else."""
 
-    def __init__(self, index: CheckpointIndex, threads: int) -> None:
+    def __init__(self, make: Callable[[], ShardReader], threads: int) -> None:
         self._closing = ExitStack()
         self._blocks = Blocks(_SPARE_NBYTES)
         self._closing.callback(self._blocks.close)
-        self._shards = [self._closing.enter_context(_OpenShard(index)) for _ in range(threads)]
+        self._threads = threads
+        # The one that was given back last has the file open that is wanted next.
+        self._idle: LifoQueue[ShardReader] = LifoQueue()
+        for _ in range(threads):
+            self._idle.put(self._closing.enter_context(make()))
         # Entered last, so left first: its threads must be done with the files and the memory.
         self._pool = self._closing.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="mx-ahead"))
-        self._tensors: list[tuple[str, torch.Tensor]] = []
-        self._reads: list[Future[None]] = []
+        self._closing.callback(self._give_up)
+        self._groups: deque[_Group] = deque()
 
     def __enter__(self) -> Self:
         return self
@@ -243,37 +194,58 @@ class _Ahead:
     ) -> None:
         self._closing.__exit__(kind, error, trace)
 
-    def start(self, group: list[TensorSpec]) -> None:
-        """Make fresh tensors and let the threads fill them. Nothing else may be under way."""
+    def _give_up(self) -> None:
+        """What no thread began is not begun."""
+        for group in self._groups:
+            for read in group.reads:
+                read.cancel()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._groups)
+
+    def start_some(self, waiting: deque[list[TensorSpec]]) -> None:
+        """Begin as many of the groups as may be under way at a time, the first one always."""
+        while waiting:
+            nbytes = sum(spec.nbytes for spec in waiting[0])
+            if self._groups and sum(group.nbytes for group in self._groups) + nbytes > _AHEAD_NBYTES:
+                return
+            self._start(waiting.popleft(), nbytes)
+
+    def _start(self, group: list[TensorSpec], nbytes: int) -> None:
+        """Make fresh tensors and let the threads fill them."""
         # Here and not in the threads: malloc reuses what the consumer's thread freed.
-        self._tensors = [(t.name, self._blocks.empty(t.shape, torch_dtype(t), t.nbytes)) for t in group]
-        parts = [
-            _Part(spec.storage, spec.offset, memory_at(tensor.data_ptr(), spec.nbytes))
-            for spec, (_, tensor) in zip(group, self._tensors, strict=True)
+        tensors = [(t.name, self._blocks.empty(t.shape, torch_dtype(t), t.nbytes)) for t in group]
+        places = [
+            Place(spec.storage, spec.offset, spec.nbytes, tensor.data_ptr())
+            for spec, (_, tensor) in zip(group, tensors, strict=True)
             if spec.storage != NO_STORAGE
         ]
-        lanes = _cut(parts, len(self._shards))
-        self._reads = [self._pool.submit(shard.read, lane) for shard, lane in zip(self._shards, lanes, strict=False)]
+        reads = [self._pool.submit(self._read, lane) for lane in _cut(places, self._threads)]
+        self._groups.append(_Group(tensors, nbytes, reads))
+
+    def _read(self, places: list[Place]) -> None:
+        reader = self._idle.get()
+        try:
+            reader.read(places)
+        finally:
+            self._idle.put(reader)
 
     def arrived(self) -> list[tuple[str, torch.Tensor]]:
-        """Wait for the group; its tensors, the last one first. They are the caller's alone."""
-        for read in self._reads:
+        """Wait for the oldest group; its tensors, the last one first. They are the caller's alone."""
+        group = self._groups[0]
+        for read in group.reads:
             read.result()
-        tensors, self._tensors = self._tensors, []
-        return tensors[::-1]
+        self._groups.popleft()
+        return group.tensors[::-1]
 
 
-def _cut(parts: list[_Part], lanes: int) -> list[list[_Part]]:
+def _cut(places: list[Place], lanes: int) -> list[list[Place]]:
     """At most `lanes` runs of about equal bytes, none below 1 MiB but the last: less is not worth a thread."""
-    share = max(_LANE_NBYTES, -(-sum(part.view.nbytes for part in parts) // lanes))
-    cut: list[list[_Part]] = [[]]
-    room = share
-    for part in parts:
-        storage, offset, view = part.storage, part.offset, part.view
-        while view.nbytes > room:
-            cut[-1].append(_Part(storage, offset, view[:room]))
-            offset, view, room = offset + room, view[room:], share
-            cut.append([])
-        cut[-1].append(_Part(storage, offset, view))
-        room -= view.nbytes
-    return [lane for lane in cut if lane]
+    left, cut = deque(places), []
+    nbytes = sum(place.nbytes for place in places)
+    share = max(_LANE_NBYTES, -(-nbytes // lanes))
+    while nbytes:
+        cut.append(first_places(left, min(share, nbytes)))
+        nbytes -= min(share, nbytes)
+    return cut

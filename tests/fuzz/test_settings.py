@@ -58,6 +58,7 @@ def test_settings_are_within_their_limits_or_an_error(options, extra, environ):
     assert set(config.strategies) <= set(STRATEGIES)
     assert config.verify in ("on", "off", "sampled")
     assert config.publish_when in ("loaded", "ready")
+    assert config.direct_reads in ("auto", "on", "off")
     assert type(config.publish) is type(config.strict) is bool
     for text in (config.registry, config.gms, config.revision, config.model_name, config.signing_key):
         assert text is None or (isinstance(text, str) and text and "\0" not in text and text.encode())

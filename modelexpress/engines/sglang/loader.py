@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 from modelexpress.api import fill_root
 from modelexpress.checkpoint.index import open_index
 from modelexpress.config import Config, resolve_config
-from modelexpress.engines.sglang import failover, memory
+from modelexpress.engines.sglang import failover, memory, ranks
 from modelexpress.engines.sglang.adapter import SglangAdapter
 from modelexpress.engines.sglang.lifecycle import keep, resident_of
 from modelexpress.engines.sglang.regions import publish_outside
@@ -73,7 +74,7 @@ class ModelExpressLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang ha
 
         Raises: as `load_model`.
         """
-        path, config = model_config.model_path, self._config
+        path, config = model_config.model_path, _among_ranks(self._config)
         checkpoint, fetch = Path(path), None
         if not checkpoint.is_dir() and config.revision is None:
             # Only the commit in the hub's cache says which weights a name means, so the files are needed first.
@@ -124,7 +125,9 @@ class ModelExpressLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang ha
     def _get_weights_iterator(self, source: Any, **_: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """What a live update reads: files that were validated as a whole before the first tensor is handed out."""
         index = open_index(self._folder(source.model_or_path, source.revision))
-        tensors = open_files(index, threads=self._config.threads, verify=self._config.verify, progress=None)
+        config = _among_ranks(self._config)
+        direct = config.direct_reads != "off"
+        tensors = open_files(index, threads=config.threads, verify=config.verify, progress=None, direct=direct)
         return ((source.prefix + name, tensor) for name, tensor in tensors.tensors())
 
 
@@ -147,6 +150,12 @@ class MxModelLoader:
             LoadFailed: no way worked; the message has every attempt.
         """
         return self._loader.fill(model, model_config=model_config, device_config=device_config)
+
+
+def _among_ranks(config: Config) -> Config:
+    """Several ranks read the same files: the first to come leaves them in the page cache for the others."""
+    several = config.direct_reads == "auto" and ranks.are_several()
+    return replace(config, direct_reads="off") if several else config
 
 
 def _config_of(load_config: Any, options: dict[str, object]) -> Config:

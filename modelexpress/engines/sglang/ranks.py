@@ -21,6 +21,11 @@ T = TypeVar("T")
 _WAIT_S = 480.0
 
 
+def are_several() -> bool:
+    """Whether this engine has more ranks than the one that asks."""
+    return _group(one_stage=False) is not None
+
+
 def largest(value: int, *, one_stage: bool = False, wait_s: float = _WAIT_S) -> int:
     """The largest value that any rank gave.
 

@@ -299,7 +299,8 @@ class ResidentWeights:
             )
             revision = None
         config = replace(self._config, revision=revision)
-        tensors = open_files(index, threads=config.threads, verify=config.verify, progress=None)
+        direct = config.direct_reads != "off"
+        tensors = open_files(index, threads=config.threads, verify=config.verify, progress=None, direct=direct)
         adapter = self._adapter.for_update(folder, config)
         if config.publish:
             # Named while the files are those that will be read: what changes after `open_index` is not loaded.
@@ -586,7 +587,8 @@ class ResidentWeights:
             raise NotAvailable("they came from no file")
         else:
             config = self._config
-            tensors = open_files(open_index(self._folder), threads=config.threads, verify=config.verify, progress=None)
+            index, direct = open_index(self._folder), config.direct_reads != "off"
+            tensors = open_files(index, threads=config.threads, verify=config.verify, progress=None, direct=direct)
             self._adapter.load_checkpoint(self.model, tensors)
             self._adapter.finalize(self.model, from_checkpoint=True)
         if not self._is_as_before(update):
