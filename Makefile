@@ -57,11 +57,17 @@ check: $(STAMP)  ## Lint, formatting, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## Measure peak memory of a retry and a publication, import time, the work before a byte moves
-	$(BIN)/python benchmarks/control_work.py
-	$(BIN)/python benchmarks/retry_peak_memory.py
-	$(BIN)/python benchmarks/gms_publish_peak.py
+bench: $(STAMP) redis-server  ## Measure everything in short: rows, plots and benchmarks/results/summary.json, in ten minutes
+	$(BIN)/python benchmarks/start_up.py
+	$(BIN)/python benchmarks/scale.py --rounds 3
+	$(BIN)/python benchmarks/fleet.py --seeds 3
+	$(BIN)/python benchmarks/load_latency.py --rounds 3
+	$(BIN)/python benchmarks/transfer_throughput.py --pairs 3
+	$(BIN)/python benchmarks/disk_throughput.py --pairs 3
+	$(BIN)/python benchmarks/retry_peak_memory.py --pairs 2
 	$(BIN)/python benchmarks/gms_import.py
+	$(BIN)/python benchmarks/gms_publish_peak.py
+	$(BIN)/python benchmarks/plots.py
 
 format: $(STAMP)  ## Format the code
 	$(BIN)/ruff check --fix-only .

@@ -57,6 +57,8 @@ GOALS: Mapping[str, Goal] = {
     "two_sources_one_slow_vs_one": Goal(1.4, at_least=False),
     "registry_find_1000_ms": Goal(50, at_least=False),
     "fleet_vs_ideal": Goal(1.3, at_least=False),
+    "import_vs_torch": Goal(1.25, at_least=False),
+    "help_s": Goal(0.3, at_least=False),
 }
 
 
