@@ -5,6 +5,9 @@
 
     assert run_isolated(digests, folder) == ...
 
+The process is forked from one that has imported SGLang; where a test needs an environment at imports (`env`) or a GPU,
+it is a new one.
+
 A function that goes on for a while can be talked to: it says things with `announce` and waits for its test with
 `wait_released`, and the test has `IsolatedCall`.
 """
@@ -27,8 +30,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tests.support.sglang_cpu.environment import ROOT, engine_environment
+from tests.support.sglang_cpu.environment import ROOT, device, engine_environment
 from tests.support.sglang_cpu.processes import end_session, start_session
+from tests.support.sglang_cpu.warm import Forked, warm
 
 _REPLY_FD = "ISOLATED_REPLY_FD"
 _TAIL_LINES = 40
@@ -78,9 +82,10 @@ class IsolatedCall:
         env: Mapping[str, str] | None = None,
         **kwargs: object,
     ) -> None:
-        self._command = _command(function, args, kwargs)
+        self._call = _call_of(function, args, kwargs)
         self._env = engine_environment(env)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._forked = env is None and device() == "cpu"
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._replies = -1
         self._unread = b""
         self._folder: Path | None = None
@@ -89,14 +94,16 @@ class IsolatedCall:
     def start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="isolated-"))
         self._replies, child_end = os.pipe()
+        output = self._folder / "output"
+        output.touch()
         try:
-            self._process = start_session(
-                self._command,
-                env=self._env | {_REPLY_FD: str(child_end)},
-                output=self._folder / "output",
-                cwd=ROOT,
-                pass_fds=(child_end,),
-            )
+            if self._forked:
+                self._process = warm().fork(
+                    f"{__name__}:answer", *self._call, env=self._env, output=output, reply=child_end
+                )
+            else:
+                command = [sys.executable, "-m", __name__, *self._call, str(child_end)]
+                self._process = start_session(command, env=self._env, output=output, cwd=ROOT, pass_fds=(child_end,))
         finally:
             os.close(child_end)
 
@@ -160,7 +167,7 @@ class IsolatedCall:
         return (self._folder / "output").read_text(errors="replace")
 
     @property
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> subprocess.Popen[bytes] | Forked:
         if self._process is None:
             raise IsolatedFailure("the call was not started")
         return self._process
@@ -198,11 +205,11 @@ def wait_released() -> None:
     sys.stdin.buffer.read()
 
 
-def main() -> None:
-    """Call the function that the command line names."""
+def answer(module: str, name: str, arguments: str, reply_fd: str) -> None:
+    """Call the function of this name."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    os.set_inheritable(int(os.environ[_REPLY_FD]), False)
-    module, name, arguments = sys.argv[1:]
+    os.environ[_REPLY_FD] = reply_fd
+    os.set_inheritable(int(reply_fd), False)
     args, kwargs = json.loads(arguments)
     try:
         result = getattr(importlib.import_module(module), name)(*args, **kwargs)
@@ -218,12 +225,12 @@ def _send(reply: dict) -> None:
         line = line[os.write(int(os.environ[_REPLY_FD]), line) :]
 
 
-def _command(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> list[str]:
+def _call_of(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> list[str]:
     if "." in function.__qualname__ or function.__module__ == "__main__":
         raise ValueError(f"{function.__qualname__} must be at the top level of a module that can be imported")
     arguments = json.dumps([args, kwargs], default=str)
-    return [sys.executable, "-m", __name__, function.__module__, function.__name__, arguments]
+    return [function.__module__, function.__name__, arguments]
 
 
 if __name__ == "__main__":
-    main()
+    answer(*sys.argv[1:])

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -25,6 +26,14 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 _KILL_S = 15.0
+
+
+class Leader(Protocol):
+    """A process that began a session."""
+
+    pid: int
+
+    def wait(self) -> int: ...
 
 
 class ProcessesLeft(Exception):
@@ -74,7 +83,7 @@ def wait_until_gone(session_id: int, timeout_s: float) -> list[psutil.Process]:
     return left
 
 
-def end_session(leader: subprocess.Popen[bytes], patience_s: float) -> None:
+def end_session(leader: Leader, patience_s: float) -> None:
     """Wait for every process of the leader's session to end by itself, then SIGKILL whoever did not.
 
     Raises:
