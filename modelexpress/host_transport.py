@@ -156,12 +156,13 @@ def _run_lane(source: _Endpoint, reading: Reading) -> None:
 
 
 def _require_possible(source: _Endpoint) -> None:
-    """An endpoint comes from outside, and what it says goes to the kernel.
+    """An endpoint comes from outside, and what it says goes to the kernel. Zeros lie in much memory, and prove nothing.
 
     Raises:
         NotAvailable: no process can have said that.
     """
-    if len(source.proof) != _PROOF_NBYTES or not 0 < source.proof_address < 1 << 63 or not 0 < source.pid < 1 << 31:
+    a_word = len(source.proof) == _PROOF_NBYTES and any(source.proof)
+    if not a_word or not 0 < source.proof_address < 1 << 63 or not 0 < source.pid < 1 << 31:
         raise NotAvailable(
             f"the source's endpoint names process {source.pid} and {len(source.proof)} bytes at "
             f"{source.proof_address:#x}: impossible"

@@ -128,6 +128,14 @@ def _require_possible(source: _Endpoint) -> None:
         address = ipaddress.ip_address(source.address)
     except ValueError:
         raise NotAvailable(f"the source's endpoint names {source.address!r:.100}, which is no IP address") from None
+    zone = address.scope_id if isinstance(address, ipaddress.IPv6Address) else None
+    if zone is not None:
+        try:
+            socket.if_nametoindex(zone)
+        except (OSError, ValueError):  # a text that cannot be a name
+            raise NotAvailable(
+                f"the source's endpoint names {source.address!r:.100}, and this host has no interface {zone!r:.60}"
+            ) from None
     if address.is_unspecified or address.is_multicast or not 0 < source.port < 1 << 16:
         raise NotAvailable(f"the source's endpoint names {address} port {source.port}: impossible")
     if len(source.secret) != _SECRET_NBYTES:
@@ -427,7 +435,9 @@ class _Lane:
             with suppress(TimeoutError):
                 part = self._socket.recv(nbytes - len(received))
                 if not part:
-                    raise ConnectionError("it has closed its registration, or does not know our secret")
+                    raise ConnectionError(
+                        "it has closed its registration, serves as many readers as it can, or does not know our secret"
+                    )
                 received.extend(part)
             return len(received) == nbytes
 

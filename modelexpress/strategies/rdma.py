@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -80,11 +81,11 @@ class RdmaFromPeer(LoadStrategy):
         )
 
     def look(self, key: str, kind: SourceKind) -> list[FoundSource]:
-        """Some of the sources of one kind, the least loaded first; each name once."""
+        """Some of the sources of one kind, the least loaded first; each once."""
         found: dict[str, FoundSource] = {}
         for each in self._registry.find(key, at_most=max(SAMPLE, self.max_sources)):
             if each.record.kind == kind:
-                found.setdefault(each.record.name, each)
+                found.setdefault(each.record.source_id, each)
         return list(found.values())
 
     def lease(self, record: SourceRecord, deadline: float, *, limit: int | None = None) -> AbstractContextManager[None]:
@@ -128,8 +129,9 @@ class _Peers:
         self._strategy = strategy
         self._look = partial(strategy.look, key, kind)
         self._tolerates = tolerates
+        self._called: dict[str, str] = {}
         self._found: Sequence[FoundSource] | None = self._look()  # None: to be looked for again
-        self.names = tuple(each.record.name for each in self._found[: strategy.max_sources])
+        self.names = tuple(self._name(each.record) for each in self._found[: strategy.max_sources])
         self._left = set(self.names)
         self._used: set[str] = set()
         self._lost: dict[str, Lost] = {}
@@ -152,10 +154,11 @@ class _Peers:
         strategy, deadline = self._strategy, time.monotonic() + self._strategy.transfer_timeout_s
         with ExitStack() as held:
             first, others, idle = self._take_turn(source, held, deadline)
-            records = {each.name: each for each in (first, *others)}
+            records = {self._name(each): each for each in (first, *others)}
+            first_name = self._name(first)
             stripe = Stripe(
-                list(records) if strategy.together else [first.name],
-                lambda name, stop: strategy.connect(records[name], stop, deadline, leased=name == first.name),
+                list(records) if strategy.together else [first_name],
+                lambda name, stop: strategy.connect(records[name], stop, deadline, leased=name == first_name),
                 width=len(records) if idle else 1,
                 deadline=deadline,
             )
@@ -166,7 +169,7 @@ class _Peers:
                 for lost in stripe.lost:
                     self._lost[lost.source] = lost
                     self._use_up(lost.source)
-                self._use_up(stripe.first or first.name)
+                self._use_up(stripe.first or first_name)
 
     def _take_turn(
         self, source: str, held: ExitStack, deadline: float
@@ -191,9 +194,16 @@ class _Peers:
     def _candidates(self, source: str) -> list[FoundSource]:
         """Whom nothing has become of yet, the least loaded first, `source` before its equals."""
         found, self._found = self._look() if self._found is None else self._found, None
-        found = [each for each in found if each.record.name not in self._used]
-        self._left = {each.record.name for each in found}
-        return sorted(found, key=lambda each: (each.readers, each.record.name != source))
+        found = [each for each in found if self._name(each.record) not in self._used]
+        self._left = {self._name(each.record) for each in found}
+        return sorted(found, key=lambda each: (each.readers, self._name(each.record) != source))
+
+    def _name(self, record: SourceRecord) -> str:
+        """What a source is called here: one that says it is called like another does not hide it."""
+        if record.source_id not in self._called:
+            names = (f"{record.name}{f'#{number}' if number > 1 else ''}" for number in itertools.count(1))
+            self._called[record.source_id] = next(name for name in names if name not in self._called.values())
+        return self._called[record.source_id]
 
     def _leased(self, record: SourceRecord, held: ExitStack, deadline: float, limit: int | None) -> bool:
         try:
@@ -201,8 +211,9 @@ class _Peers:
         except SourceBusy:
             return False
         except NotAvailable as exc:
-            self._lost[record.name] = Lost(record.name, type(exc), str(exc), 0, 0.0)
-            self._use_up(record.name)
+            name = self._name(record)
+            self._lost[name] = Lost(name, type(exc), str(exc), 0, 0.0)
+            self._use_up(name)
             return False
         return True
 
