@@ -11,7 +11,7 @@ SGLANG_VENV  := .venv-sglang
 SGLANG_BIN   := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 
-.PHONY: help setup setup-sglang demo test test-sglang test-sglang-fleet fuzz check bench format clean
+.PHONY: help setup setup-sglang demo test test-sglang test-sglang-fleet fuzz soak check bench format clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -51,6 +51,10 @@ test-sglang-fleet: $(SGLANG_STAMP)  ## Compare whole servers, four for each kind
 N ?= 2000
 fuzz: $(STAMP) redis-server  ## Try N hostile inputs on every border (make fuzz N=100000; 2000 are ten minutes)
 	FUZZ_EXAMPLES=$(N) $(BIN)/python -m pytest tests/fuzz --timeout 0
+
+LOADS ?= 1000
+soak: $(STAMP) redis-server  ## LOADS loads in one process, every second one with a failure; 50 readers of one source
+	SOAK_LOADS=$(LOADS) $(BIN)/python -m pytest tests/soak -s --timeout 0
 
 check: $(STAMP)  ## Lint, formatting, types
 	$(BIN)/ruff check .
