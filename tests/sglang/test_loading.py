@@ -290,6 +290,7 @@ def rank_every_way(folder: str, registry: str, tp_rank: int, dist_port: int) -> 
         "raw": tensor_digests(raw),
         "from its rank": peer.modelexpress.report.source == record.name,
         "strategies": [each.modelexpress.report.strategy for each in (source, peer, raw)],
+        "reads": [each.modelexpress._config.direct_reads for each in (source, peer, raw)],
     }
     source.modelexpress.report.publication.withdraw()
     return result
@@ -308,6 +309,7 @@ def test_each_of_two_ranks_has_its_own_half(
         assert found["disk"] == found["peer"] == found["raw"] == found["auto"]
         assert found["from its rank"]
         assert found["strategies"] == ["disk", "rdma", "rdma"]
+        assert found["reads"] == ["off"] * 3  # both read the same files, so the page cache has them for the second
     assert ranks[0]["auto"] != ranks[1]["auto"]
 
 
@@ -328,6 +330,7 @@ def several_models(folders: list[str], registry: str) -> dict[str, object]:
         sources.append(model.modelexpress.report.publication)
         pulled = harness.load("modelexpress", model_loader_extra_config={"registry": registry})
         found[f"{name} first"] = model.modelexpress.report.strategy
+        found[f"{name} reads"] = model.modelexpress._config.direct_reads
         found[f"{name} pulled"] = tensor_digests(pulled)
         found[f"{name} source"] = pulled.modelexpress.report.source == sources[-1].record.name
     for each in sources:
@@ -342,6 +345,7 @@ def test_models_in_one_process_do_not_mix(models: ModelCache, tmp_path_factory: 
         assert found[f"{name} first"] == "disk"  # nobody's weights are taken for another's
         assert found[f"{name} pulled"] == found[f"{name} auto"]
         assert found[f"{name} source"]
+        assert found[f"{name} reads"] == "auto"
     assert found["a auto"] != found["b auto"]
 
 
