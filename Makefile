@@ -11,7 +11,11 @@ SGLANG_VENV  := .venv-sglang
 SGLANG_BIN   := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 
-.PHONY: help setup setup-sglang demo test test-sglang test-sglang-fleet fuzz soak check bench format clean
+# The packages that modelexpress is compared with; one of them has the same import name.
+PEERS_VENV  := .venv-peers
+PEERS_STAMP := $(PEERS_VENV)/.installed
+
+.PHONY: help setup setup-sglang demo test test-sglang test-sglang-fleet fuzz faults soak check bench bench-peers format clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -73,6 +77,17 @@ bench: $(STAMP) redis-server  ## Measure everything in short: rows, plots and be
 	$(BIN)/python benchmarks/gms_publish_peak.py
 	$(BIN)/python benchmarks/plots.py
 
+$(PEERS_STAMP): benchmarks/peers/requirements.txt constraints.txt
+	test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--requirement benchmarks/peers/requirements.txt
+	touch $(PEERS_STAMP)
+
+bench-peers: $(STAMP) $(PEERS_STAMP)  ## Measure modelexpress beside the packages that do the same, on the same bytes
+	$(BIN)/python benchmarks/disk_throughput.py
+	$(BIN)/python benchmarks/peer_throughput.py
+	$(BIN)/python benchmarks/plots.py
+
 format: $(STAMP)  ## Format the code
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
@@ -82,4 +97,4 @@ redis-server:
 	@{ command -v redis-server && command -v openssl; } >/dev/null || tests/support/install_redis.sh
 
 clean:  ## Remove what was built and generated
-	rm -rf $(VENV) $(SGLANG_VENV) .sglang-models .sglang-releases demo-data build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) .sglang-models .sglang-releases demo-data build dist *.egg-info

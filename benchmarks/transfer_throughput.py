@@ -32,6 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import nixl
+from memory_use import peak_bytes, reset_peak, rss_bytes
 from ratios import Ratio, add_to_summary, ratio_of, rows, show
 from rich.console import Console
 from rich.table import Table
@@ -294,23 +295,6 @@ class Recorder:
             row["attempts"] = [f"{each.strategy}: {each.outcome}" for each in found.attempts if each.outcome != "off"]
         self.rows.append(row)
         self._write(row)
-
-
-def rss_bytes() -> int:
-    return _status("VmRSS")
-
-
-def peak_bytes() -> int:
-    return _status("VmHWM")
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak becomes what is used now
-
-
-def _status(field: str) -> int:
-    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
 
 
 class OneSlow(RdmaFromPeer):
