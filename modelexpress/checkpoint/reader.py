@@ -31,9 +31,9 @@ from modelexpress.transport import Arrived, Moved, Work
 _BUFFERS_NBYTES = 64 * 1024 * 1024  # all buffers of one read together
 _GROUP_NBYTES = PIECE_NBYTES  # small tensors are read ahead together, up to this much
 
-# What an iterator takes besides the tensors that its consumer has: 64 MiB, or what the next tensor needs.
+# What an iterator takes besides the tensors that its consumer has: less than 64 MiB, or what the next tensor needs.
 _AHEAD_NBYTES = 2 * _GROUP_NBYTES
-_AHEAD_BUFFERS_NBYTES = 16 * 1024 * 1024
+_AHEAD_BUFFERS_NBYTES = 8 * 1024 * 1024
 _SPARE_NBYTES = 16 * 1024 * 1024  # blocks that a consumer dropped are kept for its next tensors, up to this much
 
 _LANE_NBYTES = 1024 * 1024
@@ -100,7 +100,7 @@ class DiskTensors(CheckpointTensors):
     def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See the contract. While the consumer works on one group (16 MiB of tensors, or one larger tensor),
         `threads` threads read the next two, or the next larger tensor. Peak memory beyond what the consumer keeps:
-        that, and 32 MiB of buffers and of memory that the consumer dropped. Abandoning the iterator ends the threads
+        that, and 24 MiB of buffers and of memory that the consumer dropped. Abandoning the iterator ends the threads
         and closes the files.
 
         Raises:

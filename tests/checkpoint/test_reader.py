@@ -368,14 +368,14 @@ def test_the_iterator_keeps_at_most_two_groups(tmp_path):
     assert peak < 2.6 * size
 
 
-def test_reading_into_memory_needs_none_beyond_it(tmp_path):
+def test_reading_into_memory_needs_a_buffer_a_thread_at_most(tmp_path):
     size = 3 * PIECE_NBYTES
     write_raw(tmp_path / "model.safetensors", one_size_header(4, size))
     os.truncate(tmp_path / "model.safetensors", len(one_size_header(4, size)) + 8 + 4 * size)
 
     peak = measured_in_a_process(tmp_path, "disk.read(plan)")
 
-    assert peak < PIECE_NBYTES // 2
+    assert peak < 2 * 4 * 1024 * 1024 + PIECE_NBYTES // 2  # of which it uses none where the kernel has the bytes
 
 
 # A19, A22
