@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -17,6 +18,8 @@ from modelexpress.model_root import Dirt
 from modelexpress.strategies.base import LoadSource, LoadStrategy, LoadTarget, NothingYet, TransferStats, raw_tolerance
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5  # between two looks at whether the process that stages is still there
 
 
 class GmsImport(LoadStrategy):
@@ -122,7 +125,29 @@ class GmsImport(LoadStrategy):
                 raise
         self._staged_nbytes = held_nbytes(where)
         logger.info("waiting up to %.0f s for another process to commit these weights", wait_s)
-        return open_session(where, request, backend, wait_s=wait_s)
+        if self._claims or self._standby:
+            return open_session(where, request, backend, wait_s=wait_s)
+        return _wait_while_staged(where, request, backend, until=time.monotonic() + wait_s)
+
+
+def _wait_while_staged(
+    where: Where, request: Request, backend: MemoryBackend, *, until: float
+) -> Staging | Imported:
+    """Wait for a commit as long as there is somebody who may make it.
+
+    A service keeps who asks to read waiting after the writer has died, since the next one may come; whoever has
+    another way to load asks again now and then instead.
+
+    Raises:
+        NotAvailable: nobody stages it any more, or `until`, a `time.monotonic()` moment, has passed.
+    """
+    while True:
+        left_s = until - time.monotonic()
+        try:
+            return open_session(where, request, backend, wait_s=min(_LOOK_S, max(0.0, left_s)))
+        except Busy:
+            if left_s <= _LOOK_S:
+                raise
 
 
 def _require_memory_of(backend: MemoryBackend, path: str) -> None:

@@ -132,10 +132,6 @@ class Actor:
         self.signal(signal.SIGKILL)
         self.wait(10)
 
-    def cpu_ticks(self) -> int:
-        """CPU time that it has used, in clock ticks: proc(5)."""
-        words = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return int(words[11]) + int(words[12])
 
 
 def _become(name: str, log: Path, act: Callable[[], None]) -> None:

@@ -61,9 +61,15 @@ def _drop_source(stage: Stage) -> Resume:
 
 def _cut_off_source(stage: Stage) -> Resume:
     _source(stage)
-    cable = f"v{stage.scenario.fault.number}"
-    cell.ip("link", "set", cable, "down")
-    return partial(cell.ip, "link", "set", cable, "up")
+    number = stage.scenario.fault.number
+    holder = stage.networks[number].pid
+
+    def cut(on: bool) -> None:
+        cell.black_hole(f"v{number}", on=on)
+        cell.black_hole("eth0", of=holder, on=on)
+
+    cut(True)
+    return partial(cut, False)
 
 
 def _flip_source(stage: Stage) -> Resume:
@@ -268,4 +274,5 @@ BLOWS: Mapping[tuple[Kind, Victim], Blow] = {
     ("full disk", "checksums"): _fill_checksums,
     ("cut", "file"): _cut_file,
     ("flip", "file"): _flip_file,
+    ("none", "nobody"): lambda stage: None,
 }

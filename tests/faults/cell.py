@@ -73,6 +73,13 @@ def ip(*words: str, of: int | None = None) -> None:
     subprocess.run([*there, "ip", *words], check=True, capture_output=True)
 
 
+def black_hole(device: str, *, of: int | None = None, on: bool) -> None:
+    """Have a device swallow all it should send, without a word to anybody: a queue with room for one byte."""
+    there = [] if of is None else ["nsenter", "-t", str(of), "-n"]
+    what = ["add", "dev", device, "root", "bfifo", "limit", "1"] if on else ["del", "dev", device, "root"]
+    subprocess.run([*there, "tc", "qdisc", *what], check=True, capture_output=True)
+
+
 def reset_connections(*, of: int, port: int | None = None) -> None:
     """Have the kernel end TCP connections of a process's network: both ends get a reset."""
     where = ["nsenter", "-t", str(of), "-n", "ss", "-K", "-t", "state", "established"]
@@ -94,6 +101,12 @@ def one_port(*, of: int) -> None:
 def processes() -> list[int]:
     """All processes of this cell but the caller, zombies included."""
     return [int(each) for each in os.listdir("/proc") if each.isdigit() and int(each) != os.getpid()]
+
+
+def received_nbytes() -> int:
+    """What arrived so far by all networks of this cell."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[0]) for line in lines)
 
 
 def why_not() -> str | None:

@@ -39,7 +39,8 @@ _RACE_S = 0.2
 _START_S = 30.0  # for a process to say that it is ready, on a busy machine
 _HANG_S = 40.0  # far beyond what any load here may take; the judge has the bound
 _END_S = 25.0  # a source that drains and cannot reach its registry
-_IDLE_S = 0.15
+_IDLE_S = 0.4
+_IDLE_NBYTES = 50_000  # what registries say in that time
 _IDLE_AT_MOST_S = 3.0
 
 _NAMES = {"host": "host", "nixl": "nixl", "nixl-tcp": "nixl", "tcp": "tcp"}
@@ -131,6 +132,7 @@ class Stage:
         self.other: Weights | None = None
         self._resume: Callable[[], None] | None = None
         self._resume_at = 0.0
+        self._resumed = False
         self._expected: set[str] = set()
 
     # Before
@@ -321,7 +323,8 @@ class Stage:
             self._start_staging()
         if event == "before":
             self._strike()
-        self.target.pipe.send(say="go")
+        with suppress(BrokenPipeError):
+            self.target.pipe.send(say="go")
         if event == "raced":
             time.sleep(fault.moment.fraction * _RACE_S)
             self._strike()
@@ -341,7 +344,8 @@ class Stage:
 
     def _look_again(self, target: Actor) -> None:
         """Who was stopped goes on until it is idle: is every byte as it was? Then let the model go."""
-        self._wait_until_idle()
+        if self._resumed:
+            self._wait_until_idle()
         try:
             target.pipe.send(say="again")
             self.outcome.again = target.pipe.receive(_START_S)["digests"]
@@ -433,18 +437,19 @@ class Stage:
     def _let_go_on(self) -> None:
         resume, self._resume = self._resume, None
         if resume is not None:
+            self._resumed = True
             resume()
 
     def _wait_until_idle(self) -> None:
-        """Until nobody uses the CPU for a moment: what could still arrive has arrived."""
+        """Until nothing arrives any more: what could still be written has been."""
         give_up = time.monotonic() + _IDLE_AT_MOST_S
-        last: list[int] = []
+        before = cell.received_nbytes()
         while time.monotonic() < give_up:
-            now = [each.cpu_ticks() for each in self.sources if each.running]
-            if now == last:
-                return
-            last = now
             time.sleep(_IDLE_S)
+            now = cell.received_nbytes()
+            if now - before < _IDLE_NBYTES:
+                return
+            before = now
 
     # After
 
@@ -463,6 +468,8 @@ class Stage:
             outcome.codes[each.name] = each.wait(_END_S)
             if each.running:
                 outcome.left.append(f"{each.name} did not end within {_END_S:g} s of being told to")
+        if self.group is not None:
+            self.group.lift()
         if outcome.impossible is None and self.scenario.service != "none":
             outcome.service = self._service_problem()
         if self.service is not None and self.service.running:

@@ -23,12 +23,16 @@ class MemoryGroup:
         self._path = (_V1 if old else _V2) / f"mx-faults-{os.getppid()}-{time.monotonic_ns()}"
         self._path.mkdir()
         try:
-            limit = self._path / ("memory.limit_in_bytes" if old else "memory.max")
-            limit.write_text(str(most_nbytes))
+            self._limit = self._path / ("memory.limit_in_bytes" if old else "memory.max")
+            self._limit.write_text(str(most_nbytes))
             (self._path / "cgroup.procs").write_text(str(pid))
         except OSError:
             self.remove()
             raise
+
+    def lift(self) -> None:
+        """There is memory again."""
+        self._limit.write_text(str(1 << 50))
 
     def remove(self) -> None:
         """When its processes have ended."""

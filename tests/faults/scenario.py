@@ -12,9 +12,11 @@ from typing import Literal
 import msgspec
 
 Kind = Literal[
-    "kill", "stop", "drop", "black hole", "full disk", "memory", "cut", "flip", "restart", "flush", "clock jump"
+    "kill", "stop", "drop", "black hole", "full disk", "memory", "cut", "flip", "restart", "flush", "clock jump", "none"
 ]
-Victim = Literal["source", "target", "service", "writer", "redis", "registry", "save", "checksums", "file"]
+Victim = Literal[
+    "source", "target", "service", "writer", "redis", "registry", "save", "checksums", "file", "nobody"
+]
 Event = Literal["before", "built", "bytes", "raced", "loaded"]
 Transport = Literal["host", "nixl", "nixl-tcp", "tcp"]
 
