@@ -130,9 +130,7 @@ class GmsImport(LoadStrategy):
         return _wait_while_staged(where, request, backend, until=time.monotonic() + wait_s)
 
 
-def _wait_while_staged(
-    where: Where, request: Request, backend: MemoryBackend, *, until: float
-) -> Staging | Imported:
+def _wait_while_staged(where: Where, request: Request, backend: MemoryBackend, *, until: float) -> Staging | Imported:
     """Wait for a commit as long as there is somebody who may make it.
 
     A service keeps who asks to read waiting after the writer has died, since the next one may come; whoever has

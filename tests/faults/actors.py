@@ -133,7 +133,6 @@ class Actor:
         self.wait(10)
 
 
-
 def _become(name: str, log: Path, act: Callable[[], None]) -> None:
     """The life of a forked process: never returns."""
     code = 1

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from modelexpress.offer import decode_offer
 from tests.faults import actors, cell
 from tests.faults.actors import Actor, Died
-from tests.faults.director import Impossible, Stage, flip_in_memory, limit_memory
 from tests.faults.limits import MemoryGroup
 from tests.faults.scenario import Kind, Victim
 
+if TYPE_CHECKING:
+    from tests.faults.director import Stage
+
 Resume = Callable[[], None] | None
-Blow = Callable[[Stage], Resume]
+Blow = Callable[["Stage"], Resume]
 
 _MIB = 1 << 20
 
@@ -33,6 +38,10 @@ for _, key in ipairs(redis.call('KEYS', 'mx1:*')) do
   if ttl - ms > 0 then redis.call('PEXPIRE', key, ttl - ms) else redis.call('DEL', key) end
 end
 """
+
+
+class Impossible(Exception):
+    """This machine cannot make the fault; the message says why."""
 
 
 def _source(stage: Stage) -> Actor:
@@ -72,9 +81,31 @@ def _cut_off_source(stage: Stage) -> Resume:
     return partial(cut, False)
 
 
+def _limit_memory(pid: int, more_nbytes: int) -> None:
+    """Let a process have so many bytes of addresses more than it has now."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + more_nbytes
+    resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
+
+
+def _flip_in_memory(stage: Stage, source: Actor, name: str) -> None:
+    """Change one bit of what a source serves, behind its back."""
+    with closing(stage._registry()) as registry:
+        found = [each.record for each in registry.find(None) if each.record.name == name]
+        offer = decode_offer(registry.offer(found[0]))
+    size = stage.scenario.fault.size
+    storage = offer.manifest.storages[int(size * len(offer.manifest.storages))]
+    place = storage.address + int(size * 7919) * 4099 % storage.nbytes
+    with open(f"/proc/{source.pid}/mem", "r+b", buffering=0) as memory:
+        memory.seek(place)
+        byte = memory.read(1)[0]
+        memory.seek(place)
+        memory.write(bytes([byte ^ (1 << (place % 8))]))
+
+
 def _flip_source(stage: Stage) -> Resume:
     source = _source(stage)
-    flip_in_memory(stage, source, stage.outcome.struck[-1])
+    _flip_in_memory(stage, source, stage.outcome.struck[-1])
     return None
 
 
@@ -84,18 +115,18 @@ def _restart_source(stage: Stage) -> Resume:
     _source(stage).kill()
     revision = "r1" if fault.same_name else "r2"
     new = stage._start_source(fault.number, stage.folder / "other", revision=revision)
-    stage.outcome.sources.append(stage._ready(new).get("ready", ""))
+    stage.outcome.sources.append(stage._published(new))
     return None
 
 
 def _limit_source(stage: Stage) -> Resume:
-    limit_memory(_source(stage).pid, int(stage.scenario.fault.size * 16 * _MIB))
+    _limit_memory(_source(stage).pid, int(stage.scenario.fault.size * 16 * _MIB))
     return None
 
 
 def _limit_target(stage: Stage) -> Resume:
     assert stage.target is not None
-    limit_memory(stage.target.pid, int(stage.scenario.fault.size * 2 * stage.outcome.nbytes))
+    _limit_memory(stage.target.pid, int(stage.scenario.fault.size * 2 * stage.outcome.nbytes))
     return None
 
 

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 CLONE_NEWTIME = 0x00000080
@@ -71,6 +72,16 @@ def ip(*words: str, of: int | None = None) -> None:
     """The ip command, in the network of a process or in ours."""
     there = [] if of is None else ["nsenter", "-t", str(of), "-n"]
     subprocess.run([*there, "ip", *words], check=True, capture_output=True)
+
+
+def wait_for_carrier(device: str, *, of: int, timeout_s: float = 5.0) -> None:
+    """A cable whose ends were just set up carries nothing yet; UCX does not use a device that does not."""
+    give_up = time.monotonic() + timeout_s
+    command = ["nsenter", "-t", str(of), "-n", "ip", "-o", "link", "show", "dev", device]
+    while b"state UP" not in subprocess.run(command, check=True, capture_output=True).stdout:
+        if time.monotonic() > give_up:
+            raise TimeoutError(f"{device} has no carrier after {timeout_s:g} s")
+        time.sleep(0.01)
 
 
 def black_hole(device: str, *, of: int | None = None, on: bool) -> None:

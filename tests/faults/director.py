@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import time
@@ -19,14 +18,14 @@ from modelexpress.checkpoint.index import open_index
 from modelexpress.errors import ModelExpressError
 from modelexpress.gms.client import Imported, Staging, Where, drop, open_session, status
 from modelexpress.gms.memory import HostMemory
-from modelexpress.offer import decode_offer
 from modelexpress.registry.base import Registry
 from modelexpress.registry.open import open_registry
 from tests.faults import actors, cell
 from tests.faults.actors import Actor, Died, Message, Silent
+from tests.faults.blows import BLOWS, Impossible
 from tests.faults.limits import MemoryGroup
 from tests.faults.scenario import Scenario
-from tests.faults.weights import SPEC_DTYPES, Weights, write_weights
+from tests.faults.weights import Weights, write_weights
 from tests.support.redis_server import RedisServer
 
 TRANSFER_S = 3.0
@@ -86,10 +85,6 @@ class Outcome(msgspec.Struct, kw_only=True):
     service: str | None = None
     work: Message | None = None
     seconds: float = 0.0
-
-
-class Impossible(Exception):
-    """This machine cannot make the fault; the message says why."""
 
 
 def direct(scenario: Scenario, folder: Path) -> Outcome:
@@ -153,7 +148,7 @@ class Stage:
             cell.mount("tmpfs", self.folder / "registry", "size=256k,mode=0700")
         for number in range(self.scenario.peers):
             self._start_source(number, self.origin)
-        self.outcome.sources = [self._ready(each).get("ready", "") for each in self.sources]
+        self.outcome.sources = [self._published(each) for each in self.sources]
         if self.scenario.service != "none":
             self._start_service()
         if self.scenario.service == "committed":
@@ -223,6 +218,7 @@ class Stage:
             ("route", "add", "default", "via", near),
         ):
             cell.ip(*words, of=holder.pid)
+        cell.wait_for_carrier("eth0", of=holder.pid)
         if self.scenario.fault.kind == "restart" and self.scenario.registry == "directory":
             cell.one_port(of=holder.pid)
 
@@ -303,6 +299,13 @@ class Stage:
     def _start(self, name: str, act: Callable[..., None], *args: Any, **options: Any) -> Actor:
         log = self.folder / f"{name.replace(' ', '-')}.log"
         return Actor(name, act, *args, log=log, others=self.actors, **options)
+
+    def _published(self, source: Actor) -> str:
+        """The name of a source."""
+        said = self._ready(source)
+        if "ready" not in said:
+            raise RuntimeError(f"{source.name} could not publish: {said}")
+        return str(said["ready"])
 
     def _ready(self, actor: Actor) -> Message:
         try:
@@ -420,8 +423,6 @@ class Stage:
             self.writer.pipe.send(say="go")
 
     def _strike(self) -> None:
-        from tests.faults.blows import BLOWS
-
         fault = self.scenario.fault
         if self.outcome.happened:
             return
@@ -564,28 +565,3 @@ class Stage:
         left += [f"{each} is left beside the checkpoint" for each in sorted(found - self._expected)]
         left += [f"{each.name} is left" for each in self.folder.glob(".*")]
         return left
-
-
-def limit_memory(pid: int, more_nbytes: int) -> None:
-    """Let a process have so many bytes of addresses more than it has now."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + more_nbytes
-    resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
-
-
-def flip_in_memory(stage: Stage, source: Actor, name: str) -> None:
-    """Change one bit of what a source serves, behind its back."""
-    with closing(stage._registry()) as registry:
-        found = [each.record for each in registry.find(None) if each.record.name == name]
-        offer = decode_offer(registry.offer(found[0]))
-    size = stage.scenario.fault.size
-    storage = offer.manifest.storages[int(size * len(offer.manifest.storages))]
-    place = storage.address + int(size * 7919) * 4099 % storage.nbytes
-    with open(f"/proc/{source.pid}/mem", "r+b", buffering=0) as memory:
-        memory.seek(place)
-        byte = memory.read(1)[0]
-        memory.seek(place)
-        memory.write(bytes([byte ^ (1 << (place % 8))]))
-
-
-__all__ = ["SPEC_DTYPES", "Impossible", "Outcome", "Stage", "direct", "flip_in_memory", "limit_memory"]

@@ -122,6 +122,10 @@ def must_load(scenario: Scenario) -> str | None:
         return None
     if scenario.files == "present" and "disk" in scenario.ways and fault.victim != "file":
         return "its files"
+    if fault.victim == "source" and scenario.peers > 1:
+        return "another source"
+    if fault.victim == "file" and scenario.peers:
+        return "a source"
     return None
 
 

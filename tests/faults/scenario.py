@@ -14,9 +14,7 @@ import msgspec
 Kind = Literal[
     "kill", "stop", "drop", "black hole", "full disk", "memory", "cut", "flip", "restart", "flush", "clock jump", "none"
 ]
-Victim = Literal[
-    "source", "target", "service", "writer", "redis", "registry", "save", "checksums", "file", "nobody"
-]
+Victim = Literal["source", "target", "service", "writer", "redis", "registry", "save", "checksums", "file", "nobody"]
 Event = Literal["before", "built", "bytes", "raced", "loaded"]
 Transport = Literal["host", "nixl", "nixl-tcp", "tcp"]
 

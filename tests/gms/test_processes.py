@@ -13,7 +13,10 @@ from contextlib import ExitStack
 import pytest
 
 from benchmarks.peer_process import PeerProcess
+from modelexpress.config import Config
 from modelexpress.gms import client
+from modelexpress.gms.memory import HostMemory
+from modelexpress.identity import module_identity
 from tests.support.safetensors_writer import raw, write_sharded
 
 pytestmark = pytest.mark.timeout(120)
@@ -70,9 +73,9 @@ class Engine(PeerProcess):
         return json.loads(self.ready_line.removeprefix("ready "))
 
 
-def eventually(condition):
+def eventually(condition, *, within_s=5):
     """A service hears of a client's end a moment later."""
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + within_s
     while not condition() and time.monotonic() < give_up:
         time.sleep(0.02)
     return condition()
@@ -95,6 +98,23 @@ def test_the_next_engine_imports_what_a_killed_one_published(checkpoint, socket)
     assert (oracle["strategy"], imported["strategy"]) == ("disk", "gms")
     assert imported["weights"] == oracle["weights"]
     assert imported["answer"] == oracle["answer"]
+
+
+def test_a_replica_does_not_wait_for_a_writer_that_died(checkpoint, socket):
+    """It would for `transfer_timeout_s`, five minutes here, though nobody stages any more. tests/faults, seed 14."""
+    key = module_identity(checkpoint, Config()).key
+    with service(socket), ExitStack() as staged:
+        writer = client.open_session(client.Where(socket, key), "RW", HostMemory(), wait_s=5)
+        staged.callback(writer.close)
+        replica = Engine(checkpoint, socket, "import")
+        replica.start()
+        assert eventually(lambda: any(each.waiting for each in client.status(socket).keys), within_s=30)
+        writer.close()
+        with replica:
+            said = replica.said
+
+    assert [tuple(each[:2]) for each in said["attempts"][1:]] == [("gms", "unavailable"), ("disk", "loaded")]
+    assert "nobody stages it" in said["attempts"][1][2]
 
 
 @pytest.mark.slow
