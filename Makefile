@@ -62,7 +62,7 @@ soak: $(STAMP) redis-server  ## LOADS loads in one process, every second one wit
 # FAULT_RUNS and FAULT_SEED: N of fuzz has another default.
 faults: $(STAMP) redis-server  ## Make N runs among real processes in which something goes wrong (make faults N=200; SEED=17 makes one again)
 	FAULT_SEED=$(or $(SEED),0) FAULT_RUNS=$(if $(SEED),1,$(if $(filter command,$(word 1,$(origin N))),$(N),30)) \
-		$(BIN)/python -m pytest tests/faults --timeout 0
+		$(BIN)/python -m pytest tests/faults$(if $(SEED),/test_faults.py::test_a_fault_costs_an_error_at_most)
 
 check: $(STAMP)  ## Lint, formatting, types
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ from tests.faults.limits import MemoryGroup
 from tests.faults.scenario import Kind, Victim
 
 if TYPE_CHECKING:
-    from tests.faults.director import Stage
+    from tests.faults.stage import Stage
 
 Resume = Callable[[], None] | None
 Blow = Callable[["Stage"], Resume]
@@ -90,7 +90,7 @@ def _limit_memory(pid: int, more_nbytes: int) -> None:
 
 def _flip_in_memory(stage: Stage, source: Actor, name: str) -> None:
     """Change one bit of what a source serves, behind its back."""
-    with closing(stage._registry()) as registry:
+    with closing(stage.registry()) as registry:
         found = [each.record for each in registry.find(None) if each.record.name == name]
         offer = decode_offer(registry.offer(found[0]))
     size = stage.scenario.fault.size
@@ -114,8 +114,8 @@ def _restart_source(stage: Stage) -> Resume:
     fault = stage.scenario.fault
     _source(stage).kill()
     revision = "r1" if fault.same_name else "r2"
-    new = stage._start_source(fault.number, stage.folder / "other", revision=revision)
-    stage.outcome.sources.append(stage._published(new))
+    new = stage.start_source(fault.number, stage.folder / "other", revision=revision)
+    stage.outcome.sources.append(stage.published(new))
     return None
 
 
@@ -143,7 +143,7 @@ def _limit_service(stage: Stage) -> Resume:
 
 def _restart_service(stage: Stage) -> Resume:
     _killed(stage.service)
-    stage._start_service()
+    stage.start_service()
     return None
 
 
@@ -192,7 +192,7 @@ def _cut_off_redis(stage: Stage) -> Resume:
 def _jump_redis(stage: Stage) -> Resume:
     """An hour or two forward, or back; the sources' own clocks do not move."""
     assert stage.redis is not None
-    ms = stage._jump_s() * (1000 if stage.scenario.fault.size >= 0.3 else -1000)
+    ms = stage.jump_s() * (1000 if stage.scenario.fault.size >= 0.3 else -1000)
     with closing(stage.redis.client) as client:
         client.eval(_JUMP, 0, ms)
     return None
@@ -203,7 +203,7 @@ def _jump_registry(stage: Stage) -> Resume:
     return None
 
 
-def fill_disk(folder: Path, *, leave_nbytes: int = 0) -> None:
+def _fill_disk(folder: Path, *, leave_nbytes: int = 0) -> None:
     """Write until there is no room left."""
     with open(folder / "filler", "wb", buffering=0) as filler, suppress(OSError):
         while True:
@@ -214,10 +214,10 @@ def fill_disk(folder: Path, *, leave_nbytes: int = 0) -> None:
 
 def _fill_registry(stage: Stage) -> Resume:
     """The target can write no lease, and who wants to publish is told."""
-    fill_disk(stage.folder / "registry")
-    late = stage._start_source(stage.scenario.peers, stage.origin)
+    _fill_disk(stage.folder / "registry")
+    late = stage.start_source(stage.scenario.peers, stage.origin)
     stage.sources.pop()
-    stage.outcome.work = stage._ready(late)
+    stage.outcome.work = stage.hear(late)
     late.wait(10)
     return None
 
@@ -230,11 +230,11 @@ def _fill_save(stage: Stage) -> Resume:
     nbytes = stage.outcome.nbytes
     small = size < 0.5
     cell.mount("tmpfs", room, f"size={max(1 << 16, int(nbytes * (size if small else 1.2)))}")
-    saver = stage._start("saver", actors.writes, "save", path=stage.socket, folder=str(room / "saved"))
+    saver = stage.start("saver", actors.writes, "save", path=stage.socket, folder=str(room / "saved"))
     if not small:
         time.sleep((size - 0.5) * 0.1)
-        fill_disk(room)
-    stage.outcome.work = stage._ready(saver)
+        _fill_disk(room)
+    stage.outcome.work = stage.hear(saver)
     saver.wait(10)
     (room / "filler").unlink(missing_ok=True)
     left = os.listdir(room)
@@ -244,9 +244,9 @@ def _fill_save(stage: Stage) -> Resume:
 
 
 def _fill_checksums(stage: Stage) -> Resume:
-    fill_disk(stage.model, leave_nbytes=int(stage.scenario.fault.size * 4096) // 4096 * 4096)
-    recorder = stage._start("recorder", actors.writes, "record", path="", folder=str(stage.model))
-    stage.outcome.work = stage._ready(recorder)
+    _fill_disk(stage.model, leave_nbytes=int(stage.scenario.fault.size * 4096) // 4096 * 4096)
+    recorder = stage.start("recorder", actors.writes, "record", path="", folder=str(stage.model))
+    stage.outcome.work = stage.hear(recorder)
     recorder.wait(10)
     (stage.model / "filler").unlink(missing_ok=True)
     return None

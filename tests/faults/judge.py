@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 
 from tests.faults.actors import Message
-from tests.faults.director import CONNECT_S, TRANSFER_S, Outcome
+from tests.faults.outcome import CONNECT_S, TRANSFER_S, Outcome
 from tests.faults.scenario import Scenario
 
 MARGIN_S = 5.0

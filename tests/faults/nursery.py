@@ -20,7 +20,8 @@ from pathlib import Path
 import msgspec
 
 from tests.faults import cell
-from tests.faults.director import Outcome, direct
+from tests.faults.director import direct
+from tests.faults.outcome import Outcome
 from tests.faults.scenario import Scenario
 
 RUN_S = 120.0  # far beyond what a run takes; what is in the cell then is ended by the kernel
