@@ -12,7 +12,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -241,7 +241,8 @@ class Staging:
 
     def _allocate(self, nbytes: int) -> int:
         _exchange(self._sock, Allocate(nbytes), Allocated, self.where)
-        (fd,) = receive_fds(self._sock, 1, deadline=time.monotonic() + self.where.answer_s)
+        with _named(self.where):
+            (fd,) = receive_fds(self._sock, 1, deadline=time.monotonic() + self.where.answer_s)
         return fd
 
     def __enter__(self) -> Self:
@@ -403,9 +404,10 @@ def _import(sock: socket.socket, where: Where, granted: Granted, backend: Memory
 
 
 def _receive_layout(sock: socket.socket, where: Where) -> Layout:
-    layout: Layout | None = receive_message(sock, Layout, deadline=time.monotonic() + where.answer_s)
+    with _named(where):
+        layout: Layout | None = receive_message(sock, Layout, deadline=time.monotonic() + where.answer_s)
     if layout is None:
-        raise GmsError("the memory service went away before it said what to map")
+        raise GmsError(f"the memory service at {where.path} went away before it said what to map")
     if len(layout.segments) > MAX_SEGMENTS or min(layout.segments, default=1) < 1:
         raise GmsError(
             f"the memory service offers {len(layout.segments):,} segments, the smallest of "
@@ -429,7 +431,8 @@ def _receive_segments(
     """
     for start in range(0, len(layout.segments), MAX_FDS):
         sizes = layout.segments[start : start + MAX_FDS]
-        fds = receive_fds(sock, len(sizes), deadline=time.monotonic() + where.answer_s)
+        with _named(where):
+            fds = receive_fds(sock, len(sizes), deadline=time.monotonic() + where.answer_s)
         try:
             for fd, nbytes in zip(fds, sizes, strict=True):
                 if not backend.is_sealed(fd, nbytes):
@@ -457,9 +460,10 @@ def _connect(path: str) -> socket.socket:
 def _exchange(sock: socket.socket, message: msgspec.Struct, answer: type[T], where: Where, *, wait_s: float = 0.0) -> T:
     """Send one message and wait for its answer; a refusal is raised as what it means to the caller."""
     deadline = time.monotonic() + wait_s + where.answer_s
-    with suppress(WentAway):  # a service that is full says so and closes before it was asked
-        send_message(sock, message, deadline=deadline)
-    reply = receive_message(sock, ServerMessage, deadline=deadline)
+    with _named(where):
+        with suppress(WentAway):  # a service that is full says so and closes before it was asked
+            send_message(sock, message, deadline=deadline)
+        reply = receive_message(sock, ServerMessage, deadline=deadline)
     if isinstance(reply, answer):
         return reply
     if reply is None:
@@ -471,6 +475,15 @@ def _exchange(sock: socket.socket, message: msgspec.Struct, answer: type[T], whe
     if reply.kind == "stale":
         raise StaleGeneration(f"the memory service at {where.path}: {reply.reason}")
     raise GmsError(f"the memory service at {where.path} refused: {reply.reason}")
+
+
+@contextmanager
+def _named(where: Where) -> Iterator[None]:
+    """The protocol knows two ends of a socket: say which service went away, was late, or talked nonsense."""
+    try:
+        yield
+    except GmsError as exc:
+        raise type(exc)(f"the memory service at {where.path}: {exc}; see whether it still runs") from exc
 
 
 def _close_all(fds: Sequence[int]) -> None:
