@@ -218,6 +218,8 @@ def _fill_registry(stage: Stage) -> Resume:
     late = stage.start_source(stage.scenario.peers, stage.origin)
     stage.sources.pop()
     stage.outcome.work = stage.hear(late)
+    with suppress(BrokenPipeError):
+        late.pipe.send(say="end")  # where it could publish after all: a reader that ended made room
     late.wait(10)
     return None
 

@@ -176,11 +176,9 @@ def _of_way(outcome: Outcome, strategy: str, source: str | None) -> Iterator[str
 def _of_ends(outcome: Outcome) -> Iterator[str]:
     """Who was not killed ends by itself, without an error."""
     fault = outcome.scenario.fault
-    if outcome.result is not None and outcome.target_code != 0:
-        yield f"the target ended with {outcome.target_code}"
     hit = fault.victim == "target" and fault.kind in ("kill", "memory")
-    if outcome.result is None and not (hit and outcome.target_code == -signal.SIGKILL):
-        yield f"the target died: {outcome.target_code}"
+    if outcome.target_code != 0 and not (hit and outcome.target_code == -signal.SIGKILL):
+        yield f"the target ended with {outcome.target_code}"
     for name, code in outcome.codes.items():
         if code != 0 and not _may_end_so(outcome, name, code):
             yield f"{name} ended with {code}"
@@ -219,7 +217,7 @@ def _of_work(outcome: Outcome) -> Iterator[str]:
     if fault.kind != "full disk" or not outcome.happened:
         return
     if work is None or not work.get("error"):
-        if fault.victim == "registry":
+        if fault.victim == "registry" and fault.moment.event != "raced":
             yield f"a source could publish where there is no room: {work}"
         return
     if not work.get("ours", True):

@@ -125,6 +125,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         """Each source has a network of its own, a cable away from the target."""
         return self.peers > 0 and self.transport in _WIRED
 
+    @property
+    def same_port(self) -> bool:
+        """A source that comes back can have its old port, since it needs no other: not for Redis, nor for UCX."""
+        return self.transport == "tcp" and self.registry == "directory"
+
     def __str__(self) -> str:
         fault = self.fault
         peers = f"{self.peers} {self.kind} by {self.transport} in {self.registry}" if self.peers else "no peers"

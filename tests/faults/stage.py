@@ -44,6 +44,7 @@ class Stage:
         self.writer: Actor | None = None
         self.service: Actor | None = None
         self.relay: Actor | None = None
+        self.relay_port: int | None = None
         self.redis: RedisServer | None = None
         self.group: MemoryGroup | None = None
         self.model = folder / "model"
@@ -63,7 +64,7 @@ class Stage:
         if fault.victim == "redis" and fault.kind in ("drop", "black hole"):
             assert self.redis is not None
             self.relay = self.start("relay", actors.relay, self.redis.port)
-            self.relay.port = self.hear(self.relay)["port"]  # type: ignore[attr-defined]  # one of our own
+            self.relay_port = self.hear(self.relay)["port"]
         if (fault.kind, fault.victim) == ("full disk", "registry"):
             (self.folder / "registry").mkdir(mode=0o700)
             cell.mount("tmpfs", self.folder / "registry", "size=256k,mode=0700")
@@ -140,7 +141,7 @@ class Stage:
         ):
             cell.ip(*words, of=holder.pid)
         cell.wait_for_carrier("eth0", of=holder.pid)
-        if self.scenario.fault.kind == "restart" and self.scenario.registry == "directory":
+        if self.scenario.fault.kind == "restart" and self.scenario.same_port:
             cell.one_port(of=holder.pid)
 
     def start_service(self) -> None:
@@ -174,9 +175,8 @@ class Stage:
         devices = ",".join(f"v{at}" for at in range(len(self.networks))) if scenario.wired else "lo"
         options |= {"environ": self._environ(devices), "wired": scenario.wired}
         if scenario.registry != "none":
-            port = getattr(self.relay, "port", None)
             options |= {
-                "registry": self._registry_url(port=port),
+                "registry": self._registry_url(port=self.relay_port),
                 "transports": _NAMES[scenario.transport],
                 "lease_ttl_s": LEASE_S,
             }
