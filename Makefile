@@ -59,6 +59,7 @@ fuzz: $(STAMP) redis-server  ## Try N hostile inputs on every border (make fuzz 
 LOADS ?= 1000
 soak: $(STAMP) redis-server  ## LOADS loads in one process, every second one with a failure; 50 readers of one source
 	SOAK_LOADS=$(LOADS) $(BIN)/python -m pytest tests/soak -s --timeout 0
+
 # FAULT_RUNS and FAULT_SEED: N of fuzz has another default.
 faults: $(STAMP) redis-server  ## Make N runs among real processes in which something goes wrong (make faults N=200; SEED=17 makes one again)
 	FAULT_SEED=$(or $(SEED),0) FAULT_RUNS=$(if $(SEED),1,$(if $(filter command,$(word 1,$(origin N))),$(N),30)) \
