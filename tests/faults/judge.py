@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
+from modelexpress.errors import ModelExpressError
 from tests.faults.actors import Message
 from tests.faults.outcome import CONNECT_S, TRANSFER_S, Outcome
 from tests.faults.scenario import Scenario
@@ -14,22 +15,17 @@ MARGIN_S = 5.0
 # What a load may raise that is not ours: the caller's own code, or Python, had no memory.
 _OUT_OF_MEMORY = frozenset({"MemoryError", "RuntimeError", "OSError"})
 
-# Errors of ours by which an attempt may end; anything else was not translated at its border.
-_OURS = (
-    "ConfigError",
-    "CheckpointError",
-    "NotAvailable",
-    "Busy",
-    "NothingYet",
-    "ManifestMismatch",
-    "TransferFailed",
-    "VerificationFailed",
-    "RegistryError",
-    "GmsError",
-    "StaleGeneration",
-)
 _SHORTEST_REASON = 20
 _PEAK_SLACK_NBYTES = 64 << 20  # buffers of a transport, threads, what was imported late
+
+
+def _names_of(kind: type[Exception]) -> tuple[str, ...]:
+    return (kind.__name__, *(name for each in kind.__subclasses__() for name in _names_of(each)))
+
+
+# By what an attempt may end: an error of ours, those of the memory service's protocol included. Anything else was not
+# translated at its border.
+_OURS = _names_of(ModelExpressError)
 
 
 def judge(outcome: Outcome) -> list[str]:
