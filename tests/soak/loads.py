@@ -1,6 +1,8 @@
 """Loads in one process, in every way, every second one with a failure; samples what the process holds.
 
-    python -m tests.soak.loads FOLDER LOADS SEED
+    python -c 'from tests.soak.loads import main; main(FOLDER, LOADS, SEED)'
+
+(Not with -m: every process that is started would import this module again.)
 
 Prints a table of samples for people, and at its end one line of JSON. Exits 1 when a load gave a wrong byte, or ended
 in another way than its kind of failure lets it.
@@ -13,7 +15,6 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -261,14 +262,15 @@ def rss_nbytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def main(folder: str, loads: str, seed: str) -> None:
-    chance = random.Random(int(seed))
+def main(folder: str, loads: int, seed: int) -> None:
+    """Raises what a load raised that should not have."""
+    chance = random.Random(seed)
     samples: list[dict[str, float]] = []
     took_s: list[float] = []
     with RedisServer(Path(folder)) as redis:
         soak = Soak(Path(folder), redis)
         try:
-            for number in range(1, int(loads) + 1):
+            for number in range(1, loads + 1):
                 began = time.monotonic()
                 (soak.bad if number % 2 else soak.good)(chance)
                 took_s.append(time.monotonic() - began)
@@ -287,7 +289,3 @@ def _show(sample: dict[str, float], *, first: bool) -> None:
     print(
         " ".join(f"{count:10.1f}" if name == "rss MB" else f"{count:10}" for name, count in sample.items()), flush=True
     )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -22,7 +22,7 @@ COUNTS = ("fds", "threads", "ours", "agents", "memfds", "/dev/shm", "files", "re
 @pytest.mark.nixl
 @pytest.mark.timeout(120 + LOADS * LOAD_S)
 def test_loads_that_end_in_every_way_leave_nothing(tmp_path):
-    command = [sys.executable, "-m", "tests.soak.loads", str(tmp_path), str(LOADS), "1"]
+    command = [sys.executable, "-c", f"from tests.soak.loads import main; main({str(tmp_path)!r}, {LOADS}, 1)"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100 + LOADS * LOAD_S)
     print(done.stdout)
 
