@@ -239,6 +239,30 @@ def test_redis_works_as_the_directory_does(checkpoint, tmp_path):
     assert loaded_bytes(report) == loaded_bytes(later) == expected()
 
 
+@pytest.mark.redis
+def test_a_redis_that_is_emptied_while_a_peer_is_read_costs_no_read(checkpoint, tmp_path):
+    """The source is back in it within a third of its lease. One that is killed meanwhile is not, and its bytes go."""
+
+    def loaded(lose):
+        return modelexpress.load_checkpoint(checkpoint, registry=server.url, lease_ttl_s=2, progress=lose)
+
+    def once(*losses):
+        left = list(losses)
+        return lambda _: left and left.pop()()
+
+    with (
+        RedisServer(tmp_path) as server,
+        PeerProcess.serve(checkpoint, server.url, "--lease-ttl-s", "2") as peer,
+        closing(server.client) as client,
+    ):
+        report = loaded(once(client.flushall))
+        later = loaded(once(client.flushall, peer.kill))
+
+    assert outcomes(report) == [("rdma", "loaded")]
+    assert outcomes(later) == [("rdma", "failed"), ("disk", "loaded")]
+    assert loaded_bytes(report) == loaded_bytes(later) == expected()
+
+
 def test_a_load_leaves_nothing_behind(checkpoint, registry):
     """Invariant 4: no thread, no descriptor, nothing in /dev/shm, after success and after failure."""
 

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 # ends in time.
 _LEASE_MARGIN_S = 5.0
 
+# Between two looks for a source in a registry that was emptied.
+_BACK_LOOK_S = 0.1
+
 # An attempt may wait for its turn for this part of its time, and then reads from a source that others read.
 _WAITING = 0.5
 
@@ -106,15 +109,25 @@ class RdmaFromPeer(LoadStrategy):
                 raise NotAvailable(f"the source is reached by {record.transport}, and we have {transport.name}")
             offer = decode_offer(self._registry.offer(record))
             with closing(transport.connect(offer.endpoint, deadline=deadline, stop=stop)) as connection:
-                yield Session(offer, connection, lambda: self._confirm(record))
+                yield Session(offer, connection, lambda: self._confirm(record, deadline))
 
-    def _confirm(self, record: SourceRecord) -> None:
-        """The bytes are good only if the generation that was read still stands now that the read is over."""
-        if not self._registry.confirms(record):
-            raise TransferFailed(
-                f"source {record.name} changed or withdrew generation {record.generation} while it was "
-                "read; its bytes are not used"
-            )
+    def _confirm(self, record: SourceRecord, deadline: float) -> None:
+        """The bytes are good only if the generation that was read still stands now that the read is over.
+
+        A registry that lost our lease as well was emptied, or started anew. A source that lives publishes again within
+        a third of its lease, and the same generation only where it is the same bytes.
+        """
+        if self._registry.confirms(record):
+            return
+        back_by = min(deadline, time.monotonic() + self._registry.lease_ttl_s)
+        while time.monotonic() < back_by and not self._registry.readers(record):
+            time.sleep(_BACK_LOOK_S)
+            if self._registry.stands(record):
+                return
+        raise TransferFailed(
+            f"source {record.name} changed or withdrew generation {record.generation} while it was "
+            "read; its bytes are not used"
+        )
 
 
 class _Peers:
