@@ -1,7 +1,7 @@
 """What the benchmarks write: a row for each pass, and ratios with the least and the most of their pairs.
 
 Rows are JSON lines under benchmarks/results/. `summary.json` there has, for each name, what came out, and GOALS says
-what is asked of it.
+what is asked of it. Usage: ratios.py [FOLDER] prints the summary of a folder as a table.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ class Goal:
         return median >= self.limit if self.at_least else median <= self.limit
 
     def __str__(self) -> str:
-        return f"{'>=' if self.at_least else '<='} {self.limit:g}"
+        return f"{'>=' if self.at_least else '<='} {self.limit:.3g}"
 
 
 GOALS: Mapping[str, Goal] = {
@@ -127,3 +128,20 @@ def show(found: Mapping[str, Ratio]) -> None:
         cells = (f"{value:.3f}" for value in (each.median, each.min, each.max))
         table.add_row(name, *cells, str(each.pairs), "" if goal is None else str(goal), verdict)
     Console(width=max(120, Console().width)).print(table)
+
+
+def as_markdown(folder: Path = RESULTS) -> str:
+    """The summary as a table, in the order of GOALS."""
+    ratios = json.loads((folder / "summary.json").read_text())["ratios"]
+    lines = ["| ratio | median | min | max | pairs | goal |", "|---|---|---|---|---|---|"]
+    for name, goal in GOALS.items():
+        if name in ratios:
+            each = ratios[name]
+            verdict = "met" if goal.is_met(each["median"]) else "missed"
+            cells = " | ".join(f"{each[key]:.3g}" for key in ("median", "min", "max"))
+            lines.append(f"| `{name}` | {cells} | {each['pairs']} | {goal}, {verdict} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(as_markdown(*map(Path, sys.argv[1:])))
