@@ -214,7 +214,7 @@ def test_a_process_number_that_was_used_again(transport, peer):
 
 def test_another_registration_of_the_same_process(transport, peer):
     with pytest.raises(NotAvailable, match="closed its registration, or another process"):
-        transport.connect(endpoint_like(peer, proof=bytes(16)), deadline=soon())
+        transport.connect(endpoint_like(peer, proof=bytes(range(16))), deadline=soon())
 
 
 def test_a_word_at_no_address(transport, peer):
