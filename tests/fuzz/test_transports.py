@@ -381,7 +381,9 @@ class Contradicting:
         adapter = self.fleet.adapter()
         target = LoadTarget(adapter, ModelRoot(adapter.initialize()))
         with closing(self.fleet.open_registry()) as registry:
-            strategy = RdmaFromPeer(registry, self._open, verify="on", transfer_timeout_s=5, max_sources=3)
+            strategy = RdmaFromPeer(
+                registry, self._open, verify="on", transfer_timeout_s=5, max_sources=3, max_readers=1
+            )
             return LoadStrategyChain([strategy]).run(target)
 
 
