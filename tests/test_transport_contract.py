@@ -247,6 +247,10 @@ def test_closing_a_registration_ends_its_readers(transport):
     registration = transport.register(source.manifest)
 
     with closing(transport.connect(registration.endpoint, deadline=soon())) as connection:
+        if connection.transport == "nixl":
+            pytest.skip(
+                "UCX may abort a process that is the source and its reader; test_nixl_transport has two processes"
+            )
         registration.close()
         with pytest.raises(TransferFailed):
             connection.read(plan_transfer(source.manifest, target.manifest), deadline=soon())

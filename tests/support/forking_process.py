@@ -93,9 +93,9 @@ def _interrupted(checkpoint: str, registry: str, transport: str, seed: str, coun
     said: dict[str, int] = {}
     for _ in range(int(count)):
         module = _like(first.model)
-        signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.001, 1.2 * took_s))
         try:
             try:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.001, 1.2 * took_s))
                 modelexpress.load(module, checkpoint, initialize=lambda: _like(first.model), **options)
                 outcome = "loaded"
             finally:
