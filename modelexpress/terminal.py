@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -75,6 +74,8 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 def print_json(value: object) -> None:
     """One JSON value on stdout."""
+    import msgspec  # here, since --help should not wait for it
+
     typer.echo(msgspec.json.encode(value).decode())
 
 
