@@ -53,7 +53,7 @@ def transfer(axes: Axes, rows: Rows) -> None:
 def disk(axes: Axes, rows: Rows) -> None:
     found = defaultdict(list)
     for row in rows:
-        found[f"{row['way']}, {row['cache']}"].append(float(row["gb_per_s"]))
+        found[f"{row['way']}, {row['state']}"].append(float(row["gb_per_s"]))
     bars(axes, dict(sorted(found.items(), key=lambda each: each[0].rpartition(", ")[2])), is_load)
     axes.set_xlabel("GB/s")
     axes.set_title("From disk into existing parameters")
