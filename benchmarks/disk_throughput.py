@@ -14,20 +14,16 @@ import argparse
 import ctypes
 import mmap
 import os
-import statistics
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import xxhash
 from checkpoints import write_300_tensors
-from memory_use import peak_bytes, reset_peak, rss_bytes
+from contents import digest_of, spoil
+from one_pass import timed
 from page_cache_state import State, put
-from ratios import Ratio, add_to_summary, ratio_of, rows, show
-from rich.console import Console
-from rich.table import Table
+from ratios import Ratio, add_to_summary, pairs_of, ratio_of, rows, show, show_passes
 from safetensors import safe_open
 
 import modelexpress
@@ -36,7 +32,6 @@ from modelexpress.checkpoint.index import open_index
 from modelexpress.checkpoint.reader import DiskTensors
 from modelexpress.strategies.base import LoadReport
 
-SPOILED_EVERY = 64 * 1024
 MIB = 1024 * 1024
 Row = dict[str, object]
 DEPTHS = ((1, 4), (2, 4), (4, 4), (8, 4), (4, 1), (8, 1))  # requests under way, MiB of each
@@ -61,20 +56,11 @@ class DiskTarget:
         self.digest = digest_of(read)
 
     def spoil(self) -> None:
-        for tensor in self.parameters.values():
-            tensor.view(torch.uint8).flatten()[::SPOILED_EVERY] ^= 0xFF
+        spoil(self.parameters.values())
 
     def check(self, way: str) -> None:
         if digest_of(self.parameters) != self.digest:
             raise SystemExit(f"{way} brought wrong bytes")
-
-
-def digest_of(tensors: dict[str, torch.Tensor]) -> str:
-    """xxh3_128 of the bytes of tensors by name."""
-    found = xxhash.xxh3_128()
-    for _, tensor in sorted(tensors.items()):
-        found.update(tensor.detach().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
 
 
 def load(target: DiskTarget) -> LoadReport:
@@ -145,19 +131,14 @@ class Recorder:
             run()
         self._target.spoil()
         share = put(self._target.files, state)
-        reset_peak()
-        before, used = rss_bytes(), time.process_time()
-        started = time.perf_counter()
-        found = run()
-        seconds, used = time.perf_counter() - started, time.process_time() - used
-        extra = max(0, peak_bytes() - before)
+        took = timed(run)
         if fills:
             self._target.check(way)
         self.add({
             "way": way, "state": state, "share_in_memory": share, "pair": pair, "nbytes": self._target.nbytes,
-            "tensors": len(self._target.parameters), "seconds": seconds, "cpu_seconds": used,
-            "gb_per_s": self._target.nbytes / seconds / 1e9, "extra_bytes": extra, "torch": torch.__version__,
-            "strategy": found.strategy if isinstance(found, LoadReport) else None,
+            "tensors": len(self._target.parameters), "seconds": took.seconds, "cpu_seconds": took.cpu_seconds,
+            "gb_per_s": self._target.nbytes / took.seconds / 1e9, "extra_bytes": took.extra_bytes,
+            "torch": torch.__version__, "strategy": took.said.strategy if isinstance(took.said, LoadReport) else None,
         })  # fmt: skip
 
     def add(self, row: Row) -> None:
@@ -179,37 +160,14 @@ def measure(target: DiskTarget, recorder: Recorder, pairs: int) -> None:
         recorder.time("iterator", lambda: iterate(target), pair, "cold")
 
 
-def pairs_of(recorded: Sequence[Row], state: State, ours: str, others: Sequence[str]) -> list[float]:
-    """Others' seconds over ours, a number a pair. The best of the others is one of them for the whole run."""
-    seconds = {(row["way"], row["pair"]): float(str(row["seconds"])) for row in recorded if row["state"] == state}
-    numbers = sorted({pair for way, pair in seconds if way == ours}, key=str)
-    known = [way for way in others if all((way, pair) in seconds for pair in numbers)]
-    if not known or not numbers:
-        return []
-    best = min(known, key=lambda way: statistics.median(seconds[way, pair] for pair in numbers))
-    return [seconds[best, pair] / seconds[ours, pair] for pair in numbers]
-
-
 def ratios_of(recorded: Sequence[Row]) -> dict[str, Ratio]:
     devices = [f"device {depth} x {mib} MiB" for depth, mib in DEPTHS]
     extra = [float(str(row["extra_bytes"])) / 2**20 for row in recorded if row["way"] in ("load", "iterator")]
     return {
-        "disk_warm_vs_memcpy": ratio_of(pairs_of(recorded, "warm", "load", ["memcpy x1"])),
-        "disk_cold_vs_device": ratio_of(pairs_of(recorded, "cold", "load", devices)),
+        "disk_warm_vs_memcpy": ratio_of(pairs_of(recorded, "load", ["memcpy x1"], state="warm")),
+        "disk_cold_vs_device": ratio_of(pairs_of(recorded, "load", devices, state="cold")),
         "extra_memory_mib_disk": ratio_of(extra),
     }
-
-
-def show_rows(recorded: Sequence[Row]) -> None:
-    table = Table("page cache", "way", "GB/s, median", "least", "most", "CPU s, median", "extra MiB, most")
-    for state, way in dict.fromkeys((str(row["state"]), str(row["way"])) for row in recorded if "seconds" in row):
-        of_way = [row for row in recorded if (row["state"], row["way"]) == (state, way)]
-        rates = [float(str(row["gb_per_s"])) for row in of_way]
-        used = statistics.median(float(str(row["cpu_seconds"])) for row in of_way)
-        extra = max(float(str(row["extra_bytes"])) for row in of_way) / 2**20
-        cells = (statistics.median(rates), min(rates), max(rates), used)
-        table.add_row(state, way, *(f"{each:.2f}" for each in cells), f"{extra:.1f}")
-    Console(width=max(120, Console().width)).print(table)
 
 
 def main() -> None:
@@ -223,7 +181,7 @@ def main() -> None:
         measure(target, recorder, options.pairs)
     found = ratios_of(recorder.rows)
     add_to_summary(found)
-    show_rows(recorder.rows)
+    show_passes(recorder.rows)
     show(found)
 
 

@@ -23,7 +23,7 @@ class Driver:
     """One driver, from its start to its end."""
 
     def __init__(self, script: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # theirs, not ours
+        own = {"PYTHONPATH": str(HERE), "UCX_NET_DEVICES": "lo"}  # contents.py and one_pass.py; no package of ours
         self._script = script
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
@@ -31,7 +31,7 @@ class Driver:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=kept | {"UCX_NET_DEVICES": "lo"} | dict(environment or {}),
+            env={**os.environ, **own, **(environment or {})},
             text=True,
         )
         line = self._line()

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import write_300_tensors
-from disk_throughput import DiskTarget, Recorder, load, pairs_of, show_rows
+from disk_throughput import DiskTarget, Recorder, load
 from page_cache_state import State, put
 from peer_drivers import DoesNotRun, Driver
-from ratios import Ratio, add_to_summary, ratio_of, rows, show
+from ratios import Ratio, add_to_summary, pairs_of, ratio_of, rows, show, show_passes
 from transfer_source import REVISION, TCP_REVISION
 from transfer_throughput import Recorder as TransferRecorder
 from transfer_throughput import Source, Target
@@ -110,7 +110,7 @@ def compare_disk(folder: Path, pairs: int, write: Write) -> tuple[list[Row], dic
                 recorder.time("load", lambda: load(target), pair, state)
                 for peer in peers:
                     peer.measure(pair, state)
-            against = pairs_of(recorder.rows, state, "load", [peer.way(state) for peer in peers])
+            against = pairs_of(recorder.rows, "load", [peer.way(state) for peer in peers], state=state)
             if against:
                 found[f"disk_{state}_vs_best_peer"] = ratio_of(against)
     return [row for row in recorder.rows if isinstance(row["pair"], int)], found
@@ -163,8 +163,7 @@ def compare_transfers(
         registry = f"file://{stack.enter_context(tempfile.TemporaryDirectory())}/peers"
         source = stack.enter_context(Source(options, registry, raw=tcp))
         target = Target(options, source.said["digest"])
-        recorded: list[str] = []
-        recorder = TransferRecorder(target, recorded.append)
+        recorder = TransferRecorder(target, write)
         running = {
             name: peer
             for name, (script, environment) in peers.items()
@@ -177,7 +176,6 @@ def compare_transfers(
         for pair in range(options.pairs):
             way = "load, tcp" if tcp else "load"
             recorder.time(way, lambda: load_from_peer(target.model, registry, verify="off", **chosen), pair)
-            write(recorder.rows[-1])
             ours.append(float(str(recorder.rows[-1]["seconds"])))
             for name, peer in running.items():
                 row = peer.run(pair, target.nbytes, write)
@@ -196,8 +194,7 @@ def all_transfers(options: argparse.Namespace, write: Write) -> tuple[list[Row],
         "peer_tcp_vs_mooncake": (mooncake, {}),
     }
     more, others = compare_transfers(options, write, tcp=True, peers=over_tcp)
-    rows_of_table: list[Row] = [{"state": "-"} | row for row in (*found, *more)]
-    return rows_of_table, {name: ratio_of(pairs) for name, pairs in (ratios | others).items()}
+    return found + more, {name: ratio_of(pairs) for name, pairs in (ratios | others).items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -218,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             more, ratios = all_transfers(options, write)
             table, found = table + more, found | ratios
     add_to_summary(found)
-    show_rows(table)
+    show_passes(table)
     show(found)
 
 

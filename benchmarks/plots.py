@@ -62,7 +62,7 @@ def disk(axes: Axes, rows: Rows) -> None:
 def latency(axes: Axes, rows: Rows) -> None:
     ways = list(dict.fromkeys(row["way"] for row in rows))[::-1]
     left = [0.0] * len(ways)
-    for step, color in zip(STEPS, mpl.colormaps["tab10"].colors, strict=False):  # type: ignore[attr-defined]
+    for step, color in zip(STEPS, mpl.colormaps["tab10"].colors, strict=False):  # type: ignore[attr-defined]  # stubs know no lists of colors
         wide = [statistics.median(row["steps"].get(step, 0.0) for row in rows if row["way"] == way) for way in ways]
         axes.barh(ways, wide, left=left, label=step, color=color, height=0.7)
         left = [one + more for one, more in zip(left, wide, strict=True)]

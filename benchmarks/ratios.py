@@ -80,6 +80,22 @@ def ratio_of(pairs: Sequence[float]) -> Ratio:
     return Ratio(statistics.median(pairs), min(pairs), max(pairs), len(pairs))
 
 
+def pairs_of(measured: Sequence[Row], ours: str, others: Sequence[str], *, state: str | None = None) -> list[float]:
+    """Others' seconds over ours, a number a pair; of passes in this state of the page cache, where there is one.
+
+    The fastest of the others is one of them for the whole run, not the luckiest of each pair.
+    """
+    seconds = {
+        (str(row["way"]), row["pair"]): float(str(row["seconds"])) for row in measured if row.get("state") == state
+    }
+    numbers = [pair for way, pair in seconds if way == ours]
+    known = [way for way in others if all((way, pair) in seconds for pair in numbers)]
+    if not known or not numbers:
+        return []
+    best = min(known, key=lambda way: statistics.median(seconds[way, pair] for pair in numbers))
+    return [seconds[best, pair] / seconds[ours, pair] for pair in numbers]
+
+
 @contextmanager
 def rows(benchmark: str) -> Iterator[Callable[[Row], None]]:
     """Append rows to the file of a benchmark; each gets the load of the machine, and when this run of it began."""
@@ -127,6 +143,19 @@ def show(found: Mapping[str, Ratio]) -> None:
         verdict = "" if goal is None else "met" if goal.is_met(each.median) else "missed"
         cells = (f"{value:.3f}" for value in (each.median, each.min, each.max))
         table.add_row(name, *cells, str(each.pairs), "" if goal is None else str(goal), verdict)
+    Console(width=max(120, Console().width)).print(table)
+
+
+def show_passes(measured: Sequence[Row]) -> None:
+    """A table of what the passes of each way took."""
+    table = Table("page cache", "way", "GB/s, median", "least", "most", "CPU s, median", "extra MiB, most")
+    for state, way in dict.fromkeys((row.get("state"), str(row["way"])) for row in measured):
+        of_way = [row for row in measured if (row.get("state"), row["way"]) == (state, way)]
+        rates, used, extra = (
+            [float(str(row[name])) for row in of_way] for name in ("gb_per_s", "cpu_seconds", "extra_bytes")
+        )
+        cells = (statistics.median(rates), min(rates), max(rates), statistics.median(used))
+        table.add_row(str(state or "-"), way, *(f"{each:.2f}" for each in cells), f"{max(extra) / 2**20:.1f}")
     Console(width=max(120, Console().width)).print(table)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from checkpoints import write_llama
 from layout_source import build
+from one_pass import peak_bytes
 from peer_process import PeerProcess
 from ratios import add_to_summary, ratio_of, rows, show
 from rich.console import Console
@@ -32,13 +33,6 @@ from modelexpress.registry.open import open_registry
 HERE = Path(__file__).parent
 DYING = "two dying peers, then disk"
 CASES = ("disk", "one peer", DYING)
-
-
-def peak_rss_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit("/proc/self/status has no VmHWM")
 
 
 def measure(case: str, checkpoint: Path, registry: str) -> dict[str, object]:
@@ -68,7 +62,7 @@ def measure(case: str, checkpoint: Path, registry: str) -> dict[str, object]:
         "attempts": [f"{each.strategy}: {each.outcome}" for each in report.attempts],
         "models_built": built,
         "nbytes": report.nbytes,
-        "peak_bytes": peak_rss_bytes(),
+        "peak_bytes": peak_bytes(),
         "torch": torch.__version__,
     }
 

@@ -15,10 +15,9 @@ import sys
 import threading
 from contextlib import ExitStack
 
+import contents
 import nixl
-import numpy as np
 import torch
-import xxhash
 from torch import nn
 
 import modelexpress
@@ -27,7 +26,6 @@ from modelexpress.memory import memory_at
 
 REVISION = "any"
 TCP_REVISION = "tcp"
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def allocate(nbytes: int, tensors: int) -> CheckpointModule:
@@ -40,20 +38,8 @@ def allocate(nbytes: int, tensors: int) -> CheckpointModule:
     return module
 
 
-def fill(module: CheckpointModule) -> None:
-    """Bytes that no two places of the model share."""
-    at = 0
-    for tensor in module.parameters():
-        words = tensor.numpy().view(np.uint64)
-        words[:] = np.arange(at, at + len(words), dtype=np.uint64) * _MULTIPLIER
-        at += len(words)
-
-
 def digest_of(module: CheckpointModule) -> str:
-    found = xxhash.xxh3_128()
-    for tensor in module.parameters():
-        found.update(tensor.numpy())
-    return found.hexdigest()
+    return contents.digest_of(dict(module.named_parameters()))
 
 
 def places_of(module: CheckpointModule) -> list[tuple[int, int]]:
@@ -94,7 +80,7 @@ def nixl_agent_over(places: list[tuple[int, int]]) -> tuple[object, bytes]:
 
 def main(nbytes: int, tensors: int, registry: str, *, raw: bool) -> None:
     model = allocate(nbytes, tensors)
-    fill(model)
+    contents.fill(model.parameters())
     places = places_of(model)
     said: dict[str, object] = {"pid": os.getpid(), "places": places, "digest": digest_of(model)}
     with ExitStack() as stack:

@@ -18,7 +18,6 @@ import json
 import mmap
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,11 +30,10 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+import contents
 import nixl
-from memory_use import peak_bytes, reset_peak, rss_bytes
-from ratios import Ratio, add_to_summary, ratio_of, rows, show
-from rich.console import Console
-from rich.table import Table
+from one_pass import timed
+from ratios import Ratio, add_to_summary, pairs_of, ratio_of, rows, show, show_passes
 from transfer_source import REVISION, TCP_REVISION, allocate, digest_of, places_of
 
 import modelexpress
@@ -56,7 +54,6 @@ from modelexpress.transport import Arrived, Connection, Moved, Work
 
 HERE = Path(__file__).parent
 BLOCK_NBYTES = 16 * 1024 * 1024
-SPOILED_EVERY = 64 * 1024
 Place = tuple[int, int]
 Row = dict[str, object]
 
@@ -122,8 +119,7 @@ class Target:
         self._digest = digest
 
     def spoil(self) -> None:
-        for tensor in self.model.parameters():
-            tensor[::SPOILED_EVERY] ^= 0xFF
+        contents.spoil(self.model.parameters())
 
     def check(self, way: str) -> None:
         if digest_of(self.model) != self._digest:
@@ -272,22 +268,18 @@ class Recorder:
         if warm_up:
             run()
         self._target.spoil()
-        reset_peak()
-        before, used = rss_bytes(), time.process_time()
-        started = time.perf_counter()
-        found = run()
-        seconds, used = time.perf_counter() - started, time.process_time() - used
-        peak = peak_bytes()
+        took = timed(run)
+        found = took.said
         self._target.check(way)
         row: Row = {
             "way": way,
             "pair": pair,
             "nbytes": self._target.nbytes,
             "tensors": len(self._target.places),
-            "seconds": seconds,
-            "cpu_seconds": used,
-            "gb_per_s": self._target.nbytes / seconds / 1e9,
-            "extra_bytes": max(0, peak - before),
+            "seconds": took.seconds,
+            "cpu_seconds": took.cpu_seconds,
+            "gb_per_s": self._target.nbytes / took.seconds / 1e9,
+            "extra_bytes": took.extra_bytes,
             "nixl": version("nixl"),
         }
         if isinstance(found, LoadReport):
@@ -409,34 +401,17 @@ def compare_sources(options: argparse.Namespace, folder: str, recorder_of: Calla
         return recorder.rows
 
 
-def ratios_of(rows: list[Row], pairs: int) -> dict[str, Ratio]:
-    seconds = {(row["way"], row["pair"]): float(str(row["seconds"])) for row in rows}
+def ratios_of(measured: list[Row]) -> dict[str, Ratio]:
     found = {}
-    for table, invert in ((RATES, True), (TIMES, False)):
+    for table, inverted in ((RATES, False), (TIMES, True)):
         for name, (ours, others) in table.items():
-            others = tuple(each for each in others if (each, 0) in seconds)
-            if (ours, 0) not in seconds or not others:
-                continue
-            # The fastest of the others is one of them for the whole run, not the luckiest of each pair.
-            best = min(others, key=lambda way: statistics.median(seconds[way, pair] for pair in range(pairs)))
-            each = [seconds[ours, pair] / seconds[best, pair] for pair in range(pairs)]
-            found[name] = ratio_of([1 / ratio for ratio in each] if invert else each)
-    extra = [float(str(row["extra_bytes"])) / 2**20 for row in rows if "strategy" in row]
+            pairs = pairs_of(measured, ours, others)
+            if pairs:
+                found[name] = ratio_of([1 / each for each in pairs] if inverted else pairs)
+    extra = [float(str(row["extra_bytes"])) / 2**20 for row in measured if "strategy" in row]
     if extra:
         found["extra_memory_mib_peer"] = ratio_of(extra)
     return found
-
-
-def show_ways(rows: list[Row]) -> None:
-    table = Table("way", "GB/s, median", "least", "most", "reader's CPU s, median", "extra MiB, most")
-    for way in dict.fromkeys(str(row["way"]) for row in rows):
-        of_way = [row for row in rows if row["way"] == way]
-        rates = [float(str(row["gb_per_s"])) for row in of_way]
-        extra = max(float(str(row["extra_bytes"])) for row in of_way) / 2**20
-        cells = (statistics.median(rates), min(rates), max(rates))
-        used = statistics.median(float(str(row["cpu_seconds"])) for row in of_way)
-        table.add_row(way, *(f"{each:.2f}" for each in cells), f"{used:.2f}", f"{extra:.1f}")
-    Console(width=max(120, Console().width)).print(table)
 
 
 def main() -> None:
@@ -454,9 +429,9 @@ def main() -> None:
             measured += compare_ways(options, folder, lambda target: Recorder(target, write))
         if options.only != "ways":
             measured += compare_sources(options, folder, lambda target: Recorder(target, write))
-    ratios = ratios_of(measured, options.pairs)
+    ratios = ratios_of(measured)
     add_to_summary(ratios)
-    show_ways(measured)
+    show_passes(measured)
     show(ratios)
 
 

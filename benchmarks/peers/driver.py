@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import xxhash
+from contents import digest_of, spoil
+from one_pass import timed
 
-SPOILED_EVERY = 64 * 1024
 Parameters = dict[str, torch.Tensor]
 
 
@@ -40,19 +40,6 @@ def shards(folder: Path) -> list[str]:
     return sorted(map(str, folder.glob("*.safetensors")))
 
 
-def digest_of(parameters: Parameters) -> str:
-    """xxh3_128 of the bytes of tensors by name."""
-    found = xxhash.xxh3_128()
-    for _, tensor in sorted(parameters.items()):
-        found.update(_as_bytes(tensor).numpy())
-    return found.hexdigest()
-
-
-def spoil(parameters: Parameters) -> None:
-    for tensor in parameters.values():
-        _as_bytes(tensor)[::SPOILED_EVERY] ^= 0xFF
-
-
 def serve(ways: Mapping[str, Callable[[], object]], parameters: Parameters, **about: object) -> None:
     """Answer until stdin ends. `about` is told once: releases, and what the parent needs to know."""
     answers = os.fdopen(os.dup(1), "w")
@@ -61,32 +48,13 @@ def serve(ways: Mapping[str, Callable[[], object]], parameters: Parameters, **ab
     for line in sys.stdin:
         asked = json.loads(line)
         if asked["do"] == "go":
-            _say(answers, _timed(ways[asked["way"]]))
+            _say(answers, asdict(timed(ways[asked["way"]])))
         elif asked["do"] == "spoil":
-            spoil(parameters)
+            spoil(parameters.values())
             _say(answers, {})
         else:
             _say(answers, {"digest": digest_of(parameters)})
 
 
-def _timed(run: Callable[[], object]) -> dict[str, object]:
-    Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak becomes what is used now
-    before, used = _status("VmRSS"), time.process_time()
-    started = time.perf_counter()
-    said = run()
-    seconds, used = time.perf_counter() - started, time.process_time() - used
-    extra = max(0, _status("VmHWM") - before)
-    return {"seconds": seconds, "cpu_seconds": used, "extra_bytes": extra, "said": said}
-
-
-def _status(field: str) -> int:
-    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
-
-
 def _say(answers: object, what: Mapping[str, object]) -> None:
     print(json.dumps(what), file=answers, flush=True)  # type: ignore[call-overload]  # a text file
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().flatten().view(torch.uint8)

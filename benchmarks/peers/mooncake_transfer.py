@@ -7,9 +7,10 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from contents import fill
 from driver import serve
 from mooncake.engine import TransferEngine
-from transfer_memory import allocate, fill
+from transfer_memory import allocate
 
 
 def main(role: str, nbytes: int, tensors: int, source: str | None) -> None:
@@ -23,7 +24,7 @@ def main(role: str, nbytes: int, tensors: int, source: str | None) -> None:
             raise SystemExit("the engine did not register the memory")
     release = f"mooncake-transfer-engine-non-cuda {version('mooncake-transfer-engine-non-cuda')}"
     if role == "source":
-        fill(parameters)
+        fill(parameters.values())
         peer = {"host": f"127.0.0.1:{engine.get_rpc_port()}", "places": places}
         serve({}, parameters, release=release, peer=peer)
         return

@@ -14,11 +14,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from contents import fill
 from driver import serve
 from modelexpress.accelerators.base import AcceleratorBackend
 from modelexpress.nixl_transfer import NixlTransferManager
 from modelexpress.types import TensorDescriptor
-from transfer_memory import allocate, fill
+from transfer_memory import allocate
 
 
 class HostMemory(AcceleratorBackend):
@@ -65,7 +66,7 @@ def main(role: str, nbytes: int, tensors: int, source: str | None) -> None:
     manager.initialize()
     release = f"modelexpress of NVIDIA {version('modelexpress')}, nixl {version('nixl')}"
     if source is None:
-        fill(parameters)
+        fill(parameters.values())
         blob = manager.register_tensors(parameters)
         peer = {"blob": blob.hex(), "tensors": [asdict(each) for each in manager.tensor_descriptors]}
         serve({}, parameters, release=release, peer=peer)
