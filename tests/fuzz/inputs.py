@@ -6,7 +6,9 @@ in every run, so that no unrelated change fails by chance; with it they are new 
 
 import os
 import struct
+import tracemalloc
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 from hypothesis import HealthCheck, settings
@@ -23,6 +25,19 @@ fuzzed = settings(
     print_blob=bool(_EXAMPLES),
     suppress_health_check=list(HealthCheck),
 )
+
+
+@contextmanager
+def allocates_less_than(nbytes: int) -> Iterator[None]:
+    """Whatever the block ends with, a return too: Python's peak in it was below this."""
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak_nbytes < nbytes
+
 
 BORDERS = [
     0,

@@ -1,6 +1,5 @@
 """Offers off a registry: refused, or planned so that no byte lands beside its tensor, within bounded memory."""
 
-import tracemalloc
 from itertools import pairwise
 
 import msgspec
@@ -15,7 +14,7 @@ from modelexpress.errors import ManifestMismatch, NotAvailable, VerificationFail
 from modelexpress.manifest import PIECE_NBYTES, Manifest, StorageSpec, TensorSpec
 from modelexpress.offer import Offer, decode_offer
 from modelexpress.plan import TransferPlan, plan_checkpoint, plan_transfer
-from tests.fuzz.inputs import INTEGERS, fuzzed, packed_near
+from tests.fuzz.inputs import INTEGERS, allocates_less_than, fuzzed, packed_near
 
 MANIFEST = Manifest(
     (StorageSpec(64, 0x10_000, "cpu"), StorageSpec(32, 0x20_000, "cpu"), StorageSpec(24, 0x30_000, "cpu")),
@@ -104,12 +103,9 @@ def test_pieces_are_counted_before_they_are_made():
         (TensorSpec("a", 0, 0, (1 << 48,), (1,), "uint8", "parameter"),),
     )
 
-    tracemalloc.start()
-    with pytest.raises(ManifestMismatch, match=f"for {(1 << 48) // PIECE_NBYTES} pieces"):
+    reason = f"for {(1 << 48) // PIECE_NBYTES} pieces"
+    with allocates_less_than(1 << 20), pytest.raises(ManifestMismatch, match=reason):
         TensorVerifier(vast, bytes(24), "on")
-    _, peak_nbytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak_nbytes < 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -150,15 +146,11 @@ def test_manifests_that_no_machine_has_are_impossible(storage, tensor, reason):
 @example(data=Offer(OVERLAP, b"", b"").encode())
 @example(data=Offer(GAPS, b"", b"").encode())
 def test_an_offer_is_refused_or_planned_within_the_target(data):
-    tracemalloc.start()
-    try:
-        offer = decode_offer(data)
-    except ManifestMismatch:
-        return
-    finally:
-        _, peak_nbytes = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert peak_nbytes < 200_000 + 64 * len(data)
+    with allocates_less_than(200_000 + 64 * len(data)):
+        try:
+            offer = decode_offer(data)
+        except ManifestMismatch:
+            return
 
     for make in (plan_transfer, plan_checkpoint):
         try:

@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 import time
-import tracemalloc
 from contextlib import closing, suppress
 
 import msgspec
@@ -34,7 +33,7 @@ from modelexpress.strategies.base import LoadTarget
 from modelexpress.strategies.chain import LoadStrategyChain
 from modelexpress.strategies.rdma import RdmaFromPeer
 from modelexpress.tcp_transport import TcpTransport
-from tests.fuzz.inputs import bytes_near, fuzzed, packed_near
+from tests.fuzz.inputs import allocates_less_than, bytes_near, fuzzed, packed_near
 from tests.support.nixl_peer import manifest_over, pattern
 from tests.support.tensors import TinyModel, randomize, snapshot
 from tests.test_peer_loading import Fleet
@@ -105,15 +104,11 @@ def endpoints_near(magic, kind, valid):
 def connect_and_read(served, transport, endpoint):
     """Connect as a reader does that found this endpoint, and read what the manifest says."""
     target = Target()
-    tracemalloc.start()
-    try:
-        connection = transport.connect(endpoint, deadline=soon())
-    except NotAvailable:
-        return
-    finally:
-        _, peak_nbytes = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert peak_nbytes < 200_000 + 64 * len(endpoint)
+    with allocates_less_than(200_000 + 64 * len(endpoint)):
+        try:
+            connection = transport.connect(endpoint, deadline=soon())
+        except NotAvailable:
+            return
     with closing(connection), suppress(TransferFailed):
         connection.read(plan_transfer(served.manifest, manifest_over(target.arrays)), deadline=soon())
         assert target.holds(served.arrays)
