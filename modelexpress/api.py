@@ -18,7 +18,16 @@ from modelexpress.checkpoint.content_digest import content_digest
 from modelexpress.checkpoint.index import CheckpointIndex, open_index
 from modelexpress.config import Config, resolve_config
 from modelexpress.discovery import manifest_of
-from modelexpress.errors import ConfigError, GmsError, ModelExpressError, NotAvailable, RegistryError, describe
+from modelexpress.errors import (
+    ConfigError,
+    GmsError,
+    ModelExpressError,
+    NotAvailable,
+    RegistryError,
+    describe,
+    in_flight,
+    raise_interrupt,
+)
 from modelexpress.gms.backend import device_of, memory_backend
 from modelexpress.gms.client import Imported, Staging, Where, open_session
 from modelexpress.gms.memory import HostMemory
@@ -241,6 +250,7 @@ def _keep_in_service(
     adapter: EngineAdapter, model: nn.Module, path: str, staging: Staging | None, checkpoint: Path, config: Config
 ) -> Imported | None:
     """Move a loaded model into the memory service, unless its weights are there by now. The load stands either way."""
+    outer = in_flight()
     try:
         where = Where(path, adapter.identity().key, answer_s=config.connect_timeout_s)
         granted = staging or open_session(where, "RW_OR_RO", memory_backend(device_of(model)), wait_s=0.0)
@@ -257,6 +267,7 @@ def _keep_in_service(
             threads=config.threads,
         )
     except Exception as exc:  # noqa: BLE001 - whatever it is, the model is loaded and right
+        raise_interrupt(exc, outer=outer)
         logger.warning("the model is loaded, and the memory service could not keep it: %s", describe(exc))
         return None
 

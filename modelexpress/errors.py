@@ -127,6 +127,17 @@ def release_frames(exc: BaseException, *, outer: BaseException | None) -> None:
         traceback.clear_frames(each.__traceback__)
 
 
+def raise_interrupt(exc: BaseException, *, outer: BaseException | None) -> None:
+    """Raise the KeyboardInterrupt or SystemExit in whose place `exc` was raised, if there was one.
+
+    An interrupt may come while `Condition.wait` takes its lock back; leaving the `with` then raises
+    RuntimeError in its place. Who catches Exception would go on as if nobody had asked to stop.
+    """
+    for each in _chained(exc, outer):
+        if isinstance(each, KeyboardInterrupt | SystemExit):
+            raise each from None
+
+
 def in_flight() -> BaseException | None:
     """The exception that the calling code is handling now, if any."""
     return sys.exc_info()[1]

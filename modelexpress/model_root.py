@@ -19,7 +19,14 @@ import torch
 from torch import nn
 
 from modelexpress.discovery import holds_tensors, slots_of
-from modelexpress.errors import ConfigError, ModelExpressError, RecoveryFailed, in_flight, release_frames
+from modelexpress.errors import (
+    ConfigError,
+    ModelExpressError,
+    RecoveryFailed,
+    in_flight,
+    raise_interrupt,
+    release_frames,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +168,7 @@ class ModelRoot:
         try:
             fresh = _build(initialize, self.module)
         except Exception as exc:  # noqa: BLE001 - whatever the engine's constructor raises is the caller's to see
+            raise_interrupt(exc, outer=outer)
             release_frames(exc, outer=outer)
             failure = exc
         if failure is not None:

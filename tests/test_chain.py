@@ -212,6 +212,36 @@ def test_what_must_not_be_retried_goes_straight_up(fatal):
         chain.run(Engine().target())
 
 
+@pytest.mark.parametrize("fatal", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_that_another_exception_replaced_still_ends_the_load(fatal):
+    """What `Condition.wait` does when it is interrupted while it takes its lock back."""
+    later = []
+
+    def act(target):
+        try:
+            raise fatal("now")
+        finally:
+            raise RuntimeError("cannot release un-acquired lock")
+
+    chain = LoadStrategyChain([ScriptedStrategy("rdma", Scripted("a", act), Scripted("b", later.append))])
+
+    with pytest.raises(fatal, match="now"):
+        chain.run(Engine().target())
+
+    assert later == []
+
+
+def test_an_interrupt_of_the_caller_is_not_one_of_the_load():
+    chain = LoadStrategyChain([ScriptedStrategy("rdma", Scripted("a", breaks_off), Scripted("b", fills))])
+
+    try:
+        raise KeyboardInterrupt("the caller handles this one")
+    except KeyboardInterrupt:
+        report = chain.run(Engine().target())
+
+    assert [each.outcome for each in report.attempts] == ["failed", "loaded"]
+
+
 def test_a_model_that_cannot_be_rebuilt_ends_the_load():
     engine = Engine(fails_from=1)
     later = []

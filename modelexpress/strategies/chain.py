@@ -7,7 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from modelexpress.errors import LoadFailed, NotAvailable, RecoveryFailed, describe, in_flight, release_frames
+from modelexpress.errors import (
+    LoadFailed,
+    NotAvailable,
+    RecoveryFailed,
+    describe,
+    in_flight,
+    raise_interrupt,
+    release_frames,
+)
 from modelexpress.strategies.base import (
     Attempt,
     LoadReport,
@@ -114,6 +122,7 @@ def _attempt(strategy: str, source: str | None, run: Callable[[], TransferStats 
     except (MemoryError, RecoveryFailed):
         raise
     except Exception as exc:  # noqa: BLE001 - the outermost line of an attempt: the next source is tried
+        raise_interrupt(exc, outer=outer)
         error = describe(exc)
         outcome = _outcome(type(exc))
         release_frames(exc, outer=outer)
