@@ -86,26 +86,26 @@ class ModelRoot:
             ConfigError: another load of this module is under way, or one was broken off while it built the module
                 again, which left nothing to load into.
         """
-        mine = object()
-        vars(self.module).setdefault(_LOADING, mine)  # one step: of two threads only one finds its own
-        state = vars(self.module)  # another one, if the other load has just put a fresh one there
-        found = state.get(_LOADING)
-        if "_parameters" not in state:
-            self._end_loading(mine)
-            raise ConfigError(
-                f"the {type(self.module).__name__} is empty: a load of it is building it again, or was broken off "
-                "while it did; build a new one and load that"
-            )
-        if found is not mine:
-            raise ConfigError(
-                f"another thread is loading this {type(self.module).__name__}; wait for it, or load another object"
-            )
+        load = _Load()
+        mine = weakref.ref(load, self._end_loading)  # called where an interrupt keeps the end from being reached
         try:
+            vars(self.module).setdefault(_LOADING, mine)  # one step: of two threads only one finds its own
+            state = vars(self.module)  # another one, if the other load has just put a fresh one there
+            if "_parameters" not in state:
+                raise ConfigError(
+                    f"the {type(self.module).__name__} is empty: a load of it is building it again, or was broken off "
+                    "while it did; build a new one and load that"
+                )
+            if state.get(_LOADING) is not mine:
+                raise ConfigError(
+                    f"another thread is loading this {type(self.module).__name__}; wait for it, or load another object"
+                )
             yield
         finally:
             self._end_loading(mine)
+            del mine  # before the load, which would call it
 
-    def _end_loading(self, mine: object) -> None:
+    def _end_loading(self, mine: weakref.ref[_Load]) -> None:
         state = vars(self.module)
         if state.get(_LOADING) is mine:
             del state[_LOADING]
@@ -180,6 +180,10 @@ class ModelRoot:
         kept.put_on(self.module, fresh)
         self.dirt = Dirt.NONE
         self.resets += 1
+
+
+class _Load:
+    """Lives in the frame of a load and goes with it, however that ends."""
 
 
 class _Kept:

@@ -17,7 +17,7 @@ from torch import nn
 
 import modelexpress
 from benchmarks.peer_process import PeerProcess
-from modelexpress import api
+from modelexpress import api, model_root
 from modelexpress.adapter import ModuleAdapter
 from modelexpress.config import Config
 from modelexpress.errors import ConfigError, ModelExpressError, NotAvailable, RecoveryFailed, TransferFailed
@@ -414,6 +414,41 @@ def test_loads_in_processes_of_multiprocessing(checkpoint, registry, expected, m
 
 
 # Signals
+
+
+class InterruptAt:
+    """A trace function that raises KeyboardInterrupt at the `at`-th step inside one file, counted from 0."""
+
+    def __init__(self, filename, at):
+        self.filename, self.left = filename, at
+
+    def __call__(self, frame, event, _):
+        if frame.f_code.co_filename == self.filename:
+            self.left -= 1
+            if self.left == -1:
+                raise KeyboardInterrupt
+        return self
+
+
+def test_a_claim_on_a_module_that_is_interrupted_at_any_line_does_not_outlive_its_load():
+    steps = 0
+    while True:
+        module = Rows()
+        interrupt = InterruptAt(model_root.__file__, steps)
+        try:
+            sys.settrace(interrupt)
+            with ModelRoot(module).loading():
+                pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        with ModelRoot(module).loading():
+            pass
+        if interrupt.left >= 0:
+            break
+        steps += 1
+    assert steps > 10
 
 
 @pytest.mark.parametrize("transport", ["host", "nixl", "tcp", "disk"])

@@ -7,6 +7,7 @@ python -m tests.support.forking_process stalled CHECKPOINT REGISTRY TRANSPORT   
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import hashlib
 import json
@@ -112,6 +113,8 @@ def _interrupted(checkpoint: str, registry: str, transport: str, seed: str, coun
     give_up = time.monotonic() + 10
     while any(held()[what] > before[what] for what in before) and time.monotonic() < give_up:
         time.sleep(0.1)
+    if held()["task"] > before["task"]:
+        faulthandler.dump_traceback()  # whose thread it is
     print(json.dumps({"said": said, "before": before, "after": held()}), flush=True)
 
 
