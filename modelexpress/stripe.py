@@ -134,7 +134,8 @@ class Stripe:
         self._deadline = deadline
         self._width = len(sources) if width is None else width
         self._started = time.monotonic()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # taken by itself: an interrupt inside Condition.__enter__ would leave it taken
+        self._changed = threading.Condition(self._lock)
         self._members = tuple(_Member(each) for each in sources)
         self._threads: list[threading.Thread] = []
         self._offer: Offer | None = None
@@ -152,7 +153,7 @@ class Stripe:
     @property
     def lost(self) -> tuple[Lost, ...]:
         """The sources that were given up so far, in that order."""
-        with self._changed:
+        with self._lock:
             return tuple(dataclasses.replace(lost, nbytes=member.nbytes) for member, lost in self._lost)
 
     @property
@@ -166,7 +167,7 @@ class Stripe:
 
         Raises: what the preferred source raised, when none could be reached.
         """
-        with self._changed:
+        with self._lock:
             while self._offer is None:
                 self._raise_failure()
                 if all(each.state == "over" for each in self._members):
@@ -190,7 +191,7 @@ class Stripe:
             RecoveryFailed: a source cannot prove that its read is over, so the memory must not be used.
         """
         read = _Read(plan, arrived, moved)
-        with self._changed:
+        with self._lock:
             self._read = read
             self._changed.notify_all()
         try:
@@ -200,31 +201,31 @@ class Stripe:
         finally:
             self._end(read)
 
+    def stop(self) -> None:
+        """Tell every thread that it is over, without waiting for them. Safe to call twice, from any thread."""
+        with self._lock:
+            self._closed = True
+            for member in self._members:
+                member.stop.set()
+            self._changed.notify_all()
+
     def close(self) -> None:
         """End what still runs. Safe to call twice.
 
         Raises:
             RecoveryFailed: a source's connection could not be closed.
         """
-        try:
-            self._say_closed()
-        except BaseException:  # the caller is interrupted; threads that nobody tells would wait for ever
-            self._say_closed()
-            raise
+        self.stop()
         until = time.monotonic() + _CLOSING_S
         while self._threads:
             self._threads.pop().join(left(until))
-        with self._changed:
+        with self._lock:
             self._raise_failure()
 
     def __enter__(self) -> Self:
-        try:
-            with self._changed:
-                for _ in range(self._width):
-                    self._start_spare()
-        except BaseException:  # interrupted while a thread begins
-            self._say_closed()
-            raise
+        with self._lock:
+            for _ in range(self._width):
+                self._start_spare()
         return self
 
     def __exit__(
@@ -232,18 +233,11 @@ class Stripe:
     ) -> None:
         self.close()
 
-    def _say_closed(self) -> None:
-        with self._changed:
-            self._closed = True
-            for member in self._members:
-                member.stop.set()
-            self._changed.notify_all()
-
     # In the reader's thread
 
     def _wait_for(self, read: _Read) -> None:
         """Until every chunk is there and nobody is reading."""
-        with self._changed:
+        with self._lock:
             while True:
                 self._raise_failure()
                 reading = [each for each in self._members if each.work is not None]
@@ -282,7 +276,7 @@ class Stripe:
         """Have every source that serves confirm its generation; one at least must, or nobody vouches for the bytes of
         those that were lost. True when some of the work is to be done again.
         """
-        with self._changed:
+        with self._lock:
             serving = [(each, each.session) for each in self._members if each.state == "serving" and each.session]
         confirmed = 0
         for member, session in serving:
@@ -292,7 +286,7 @@ class Stripe:
             except (StrategyError, RegistryError) as exc:
                 self._lose(member, exc, keep=False)
         if not confirmed:
-            with self._changed:
+            with self._lock:
                 if all(each.state == "over" for each in self._members):
                     raise self._nobody_left()
                 self._changed.wait(_LOOK_S)  # for those that are being connected
@@ -301,7 +295,7 @@ class Stripe:
 
     def _end(self, read: _Read) -> None:
         """Stop who still reads, and see that they have."""
-        with self._changed:
+        with self._lock:
             read.closed = True
             for each in self._members:
                 if each.work is not None:
@@ -359,14 +353,14 @@ class Stripe:
             self._lose(member, exc)
         except BaseException as exc:  # noqa: BLE001 - the outermost line of a thread; it goes up in the reader's
             self._fail(exc)
-        with self._changed:
+        with self._lock:
             member.state = "over"
             member.session = None
             self._changed.notify_all()
 
     def _admit(self, member: _Member, session: Session) -> None:
         """The first source says which bytes are read; the others are read, too, where they have the same."""
-        with self._changed:
+        with self._lock:
             if self._offer is None:
                 self._offer, self._first = session.offer, member
             if self._offer is session.offer or _alike(self._offer, session.offer):
@@ -380,11 +374,11 @@ class Stripe:
 
     def _next_read(self, member: _Member) -> _Read | None:
         """Wait for chunks to move; None when there will be none for this source."""
-        with self._changed:
+        with self._lock:
             while not self._closed and member.state == "serving":
                 read = self._read if self._failure is None else None
                 if read is not None and read.has_work_for(member):
-                    member.work = _Taken(self._changed, read, member)
+                    member.work = _Taken(self._lock, read, member)
                     return read
                 self._changed.wait(_LOOK_S if read is not None and read.left else None)
             return None
@@ -404,7 +398,7 @@ class Stripe:
             self._fail(exc)
         if member.cut_off and member.state == "serving":
             self._lose(member, TransferFailed(f"its read ended {read}"))
-        with self._changed:
+        with self._lock:
             read.give_back(member)
             member.work = None
             self._changed.notify_all()
@@ -412,14 +406,14 @@ class Stripe:
     def _arrived(self, member: _Member, read: _Read, chunk: Chunk) -> None:
         if read.arrived is not None:
             read.arrived(chunk)
-        with self._changed:
+        with self._lock:
             read.finish(chunk, member)
             if read.complete:
                 self._changed.notify_all()
 
     def _lose(self, member: _Member, exc: ModelExpressError, *, keep: bool = True) -> None:
         """Give a source up; `keep`: what it delivered of the present read stays."""
-        with self._changed:
+        with self._lock:
             member.state = "over"
             if self._closed:
                 return
@@ -434,7 +428,7 @@ class Stripe:
             self._changed.notify_all()
 
     def _fail(self, exc: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             if self._failure is None or isinstance(exc, RecoveryFailed):
                 self._failure = exc
             if self._read is not None:
@@ -534,14 +528,14 @@ class _Pace:
 class _Taken(Work):
     """The chunks of a read, as one source takes them."""
 
-    def __init__(self, changed: threading.Condition, read: _Read, member: _Member) -> None:
+    def __init__(self, lock: threading.RLock, read: _Read, member: _Member) -> None:
         super().__init__(())
-        self._changed = changed
+        self._lock = lock
         self._read = read
         self._member = member
 
     def take(self) -> Chunk | None:
-        with self._changed:
+        with self._lock:
             return None if self.stopped else self._read.take(self._member)
 
 

@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
@@ -175,10 +176,14 @@ class _Peers:
                 width=len(records) if idle else 1,
                 deadline=deadline,
             )
+            # An interrupt may come where a block is left, before its end is reached. The threads would wait for ever.
+            stop = weakref.finalize(held, stripe.stop)
+            stop.atexit = False
             try:
                 yield held.enter_context(stripe)
             finally:
                 held.close()
+                stop()
                 for lost in stripe.lost:
                     self._lost[lost.source] = lost
                     self._use_up(lost.source)
