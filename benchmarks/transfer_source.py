@@ -16,13 +16,13 @@ import threading
 from contextlib import ExitStack
 
 import contents
-import nixl
 import torch
 from torch import nn
 
 import modelexpress
 from modelexpress.adapter import CheckpointModule
 from modelexpress.memory import memory_at
+from modelexpress.nixl_transport import make_agent
 
 REVISION = "any"
 TCP_REVISION = "tcp"
@@ -72,8 +72,9 @@ def _send(connection: socket.socket) -> None:
 
 
 def nixl_agent_over(places: list[tuple[int, int]]) -> tuple[object, bytes]:
-    """An agent as a user of NIXL would make it, and its blob."""
-    agent = nixl.nixl_agent(f"plain-{os.getpid()}", nixl.nixl_agent_config(backends=["UCX"]))
+    """An agent of plain NIXL and its blob. It sleeps when it is idle, or it would take a core from everybody."""
+    agent = make_agent(progress_thread=True)
+    agent.create_backend("UCX")
     agent.register_memory([(address, nbytes, 0, "") for address, nbytes in places], "DRAM")
     return agent, agent.get_agent_metadata()
 

@@ -177,7 +177,9 @@ class RawWays:
         self._connect_nixl(source, target)
 
     def _connect_nixl(self, source: Source, target: Target) -> None:
-        self._agent = nixl.nixl_agent(f"plain-{os.getpid()}", nixl.nixl_agent_config(backends=["UCX"]))
+        # Without a progress thread: the copy needs none, and as nixl makes it, it takes a core from everybody.
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self._agent = nixl.nixl_agent(f"plain-{os.getpid()}", config)
         self._agent.register_memory([(address, nbytes, 0, "") for address, nbytes in target.places], "DRAM")
         peer = self._agent.add_remote_agent(bytes.fromhex(source.said["blob"]))
         here = self._agent.get_xfer_descs([(address, nbytes, 0) for address, nbytes in target.places], "DRAM")

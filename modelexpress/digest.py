@@ -116,8 +116,8 @@ class Verifier:
         if self._expected is None:
             return
         if start == 0:
-            self._steps[chunk.pieces[0][0]] = _Steps(chunk)
-        self._steps[chunk.pieces[0][0]].move(start + nbytes, self._check_step)
+            self._steps[chunk.pieces[0][0]] = _Steps(chunk, self._view, self._expected.compare)
+        self._steps[chunk.pieces[0][0]].move(start + nbytes)
 
     def check(self, chunk: Chunk) -> None:
         """Check one chunk that has arrived in the target.
@@ -127,47 +127,52 @@ class Verifier:
         """
         if self._expected is None:
             return
-        steps = self._steps.pop(chunk.pieces[0][0], None) or _Steps(chunk)
-        steps.move(chunk.nbytes, self._check_step)
+        steps = self._steps.pop(chunk.pieces[0][0], None) or _Steps(chunk, self._view, self._expected.compare)
+        steps.move(chunk.nbytes)
 
-    def _check_step(self, steps: _Steps, number: int, part: Range, start: int, nbytes: int) -> None:
-        """Take `nbytes` of a piece, from its byte `start` on, into its checksum; compare it when it is whole."""
-        if number not in self.chosen or self._expected is None:
-            return
+    def _view(self, number: int, part: Range) -> memoryview | None:
+        """A piece in the target; None where it is not checked."""
+        if number not in self.chosen:
+            return None
         device = self._plan.target.storages[part.target_storage].device
-        address = self._plan.target_address(part) + start
-        if nbytes == part.nbytes:
-            self._expected.compare(number, checksum_at(address, nbytes, device))
-            return
-        if start == 0:
-            steps.hasher.reset()
-        steps.hasher.update(readable_at(address, nbytes, device))
-        if start + nbytes == part.nbytes:
-            self._expected.compare(number, steps.hasher.intdigest())
+        return readable_at(self._plan.target_address(part), part.nbytes, device)
 
 
 class _Steps:
-    """How far one chunk has been checked."""
+    """How far one chunk has been checked.
 
-    def __init__(self, chunk: Chunk) -> None:
-        self.hasher = xxhash.xxh3_64()
+    Args:
+        view: the bytes of a piece to look at, or None. Asked for when its first bytes are there; on a device, where
+            that makes a copy, nobody moves a piece by steps.
+        compare: called with the number and the checksum of each piece that is whole.
+    """
+
+    def __init__(
+        self, chunk: Chunk, view: Callable[[int, Range], memoryview | None], compare: Callable[[int, int], None]
+    ) -> None:
         self._pieces = iter(chunk.pieces)
-        self._piece: tuple[int, Range] | None = None
-        self._into = 0  # bytes of the piece
+        self._view_of = view
+        self._compare = compare
+        self._hasher = xxhash.xxh3_64()
         self._done = 0  # bytes of the chunk
+        self._number = 0
+        self._piece: memoryview | None = None
+        self._begin = self._end = 0  # of the piece, in bytes of the chunk
 
-    def move(self, until: int, check: Callable[[_Steps, int, Range, int, int], None]) -> None:
-        """Call `check` for every byte of the chunk that was not checked yet, up to `until`, piece by piece."""
+    def move(self, until: int) -> None:
+        """Take every byte of the chunk up to `until` that was not taken yet, piece by piece."""
         while self._done < until:
-            if self._piece is None:
-                self._piece, self._into = next(self._pieces), 0
-            number, part = self._piece
-            nbytes = min(part.nbytes - self._into, until - self._done)
-            check(self, number, part, self._into, nbytes)
-            self._into += nbytes
-            self._done += nbytes
-            if self._into == part.nbytes:
-                self._piece = None
+            if self._done == self._end:
+                self._number, part = next(self._pieces)
+                self._begin, self._end = self._end, self._end + part.nbytes
+                self._piece = self._view_of(self._number, part)
+                self._hasher.reset()
+            upto = min(self._end, until)
+            if self._piece is not None:
+                self._hasher.update(self._piece[self._done - self._begin : upto - self._begin])
+                if upto == self._end:
+                    self._compare(self._number, self._hasher.intdigest())
+            self._done = upto
 
 
 class TensorVerifier:

@@ -91,6 +91,21 @@ def test_reads_another_process(transport, wire):
         assert holds(load(transport, peer))
 
 
+def test_a_source_that_nobody_reads_takes_no_processor(transport, wire):
+    """NIXL's own progress thread takes all of one. Before the first reader and after it."""
+    with Peer([PIECE_NBYTES], env=wire) as peer:
+        process = psutil.Process(peer.process.pid)
+
+        def takes():
+            before = sum(process.cpu_times()[:2])
+            time.sleep(1.0)
+            return sum(process.cpu_times()[:2]) - before
+
+        assert takes() < 0.5
+        assert holds(load(transport, peer))
+        assert takes() < 0.5
+
+
 def test_lanes_share_the_work(peer, monkeypatch):
     monkeypatch.setattr(nixl_transport, "_LANE_NBYTES", PIECE_NBYTES)
     movers, all_there = set(), threading.Barrier(3)
