@@ -36,7 +36,7 @@ from modelexpress.destination import STEP_NBYTES, Destination, Run, steps
 from modelexpress.errors import NotAvailable, RecoveryFailed, TransferFailed
 from modelexpress.frame import framed, unframed
 from modelexpress.lanes import Reading, run_lanes
-from modelexpress.manifest import Manifest
+from modelexpress.manifest import PIECE_NBYTES, Manifest
 from modelexpress.memory import memory_at
 from modelexpress.plan import Chunk, TransferPlan
 from modelexpress.thread_name import name_this_thread
@@ -481,11 +481,12 @@ class _Lane:
 
     def _move(self, chunk: Chunk, destination: Destination, reading: Reading) -> None:
         runs = destination.runs(chunk)
+        most = STEP_NBYTES if reading.moved is not None else PIECE_NBYTES
         start = 0
         for first in range(0, len(runs), _MOST_RANGES):
             if first:
                 self._ask_for(_sources_of(chunk, reading.plan)[first : first + _MOST_RANGES], reading)
-            for step in steps(runs[first : first + _MOST_RANGES], most=STEP_NBYTES):
+            for step in steps(runs[first : first + _MOST_RANGES], most=most):
                 self._fill(step, reading)
                 nbytes = sum(each[2] for each in step)
                 if reading.moved is not None and not destination.staged:
