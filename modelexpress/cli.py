@@ -34,6 +34,7 @@ app = typer.Typer(
     name="modelexpress",
     help="Get a model's weights into memory: from a peer that serves them, or from disk. Never wrong bytes.",
     epilog="Every setting of a load can also come from an environment variable: MX_ and its name, like MX_REGISTRY.",
+    rich_markup_mode=None,  # half of the time that --help takes
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -115,7 +116,7 @@ def load(
     as_json: JsonOpt = False,
     verbose: VerboseOpt = False,
 ) -> None:
-    """Load a checkpoint into this process's memory, and report which way delivered it.
+    """Load a checkpoint into memory. Report which way delivered it.
 
     The tensors are checked and then let go: this shows whether, how and how fast an engine on this machine
     would get them. With --revision and a peer that serves it, the files need not be readable.
@@ -169,7 +170,7 @@ def serve(
     signing_key: SigningKeyOpt = None,
     verbose: VerboseOpt = False,
 ) -> None:
-    """Read a checkpoint into memory and serve its raw tensors to peers, until SIGTERM or SIGINT.
+    """Read a checkpoint and serve its tensors to peers. Runs until SIGTERM or SIGINT.
 
     Prints one line that starts with "ready" when it can be found. After a signal nobody new finds it, those who
     read it may finish for up to 20 seconds, and it ends with exit code 0. Holds one copy of the checkpoint.
@@ -209,7 +210,7 @@ def sources(
     connect_timeout_s: Annotated[float | None, typer.Option(help="Seconds to reach the registry. Default: 10.")] = None,
     as_json: JsonOpt = False,
 ) -> None:
-    """List the sources that a registry knows, with the targets that read from each at this moment."""
+    """List the sources in a registry. Each with the targets that read from it at this moment."""
     from modelexpress import api
     from modelexpress.config import resolve_config
 
@@ -240,7 +241,7 @@ def inspect(
     ] = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Validate a checkpoint and list its tensors; exit 1 with file, tensor and reason when something is wrong.
+    """Validate a checkpoint and list its tensors. Exit 1 with file, tensor and reason when something is wrong.
 
     The index, every header, and the size of every file are checked without reading weights. After
     --record-checksums (which writes modelexpress.checksums.json), `load` and `serve` compare what they read
@@ -272,7 +273,7 @@ def doctor(
     signing_key: SigningKeyOpt = None,
     as_json: JsonOpt = False,
 ) -> None:
-    """Say which ways of loading work on this machine, and why the others do not; and who has a takeover lock.
+    """Say which ways of loading work on this machine. Why the others do not, and who has a takeover lock.
 
     Exits 1 when a registry, a memory service or a lock was named and cannot be used.
     """

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="gms",
-    help="Keep weights in a process that outlives engines, and import them without a copy.",
+    help="Keep weights in a process that outlives engines. They are imported without a copy.",
+    rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
 )
@@ -41,7 +42,7 @@ def serve(
     device: DeviceOpt = "host",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log commits and what is freed.")] = False,
 ) -> None:
-    """Own memory for engines on this host, until SIGTERM or SIGINT; then free everything and exit 0.
+    """Own memory for engines on this host. At SIGTERM or SIGINT frees everything and exits 0.
 
     Prints one line that starts with "ready" when engines can connect. Only processes of the same user, and root,
     are let in. The socket of a killed service is replaced, a running one is never stolen.
@@ -89,7 +90,7 @@ def publish(
     model_name: Annotated[str | None, typer.Option(help="Goes with --revision.")] = None,
     threads: Annotated[int | None, typer.Option(help="Parallel readers.")] = None,
 ) -> None:
-    """Fill the service with a checkpoint's raw tensors, without an engine.
+    """Fill the service with a checkpoint's tensors. Needs no engine.
 
     A model that is filled by name imports them. It is found by its content digest, or by --revision when given.
     """
@@ -113,7 +114,7 @@ def publish(
 
 @app.command()
 def drop(key: KeyArg, socket: SocketOpt) -> None:
-    """Let nobody new import a generation; who reads it keeps it, and then its memory is free."""
+    """Let nobody new import a generation. Who reads it keeps it, and then its memory is free."""
     from modelexpress.gms import client
 
     where = _find(key, socket)
@@ -123,7 +124,7 @@ def drop(key: KeyArg, socket: SocketOpt) -> None:
 
 @app.command()
 def check(key: KeyArg, socket: SocketOpt) -> None:
-    """Compare every byte of a generation with the checksums that its writer made; exit 1 and name what is wrong."""
+    """Compare a generation with its writer's checksums. Reads every byte; exit 1 and name what is wrong."""
     from modelexpress.gms.client import Imported, open_session
     from modelexpress.gms.memory import HostMemory
     from modelexpress.gms.weights import check_checksums
@@ -141,7 +142,7 @@ def save(
     socket: SocketOpt,
     threads: Annotated[int, typer.Option(help="Parallel writers.")] = 4,
 ) -> None:
-    """Write every committed generation to disk, with checksums; the folder appears whole or not at all."""
+    """Write every committed generation to disk. With checksums; the folder appears whole or not at all."""
     from modelexpress.gms import archive
     from modelexpress.gms.memory import HostMemory
 
@@ -155,7 +156,7 @@ def restore(
     socket: SocketOpt,
     threads: Annotated[int, typer.Option(help="Parallel readers.")] = 4,
 ) -> None:
-    """Commit every generation of a saved folder; refuses, and names it, when anything is missing or changed."""
+    """Commit every generation of a saved folder. Refuses, and names it, when anything is missing or changed."""
     from modelexpress.gms import archive
     from modelexpress.gms.memory import HostMemory
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="snapshot",
-    help="Make an SGLang server fit for capture by CRIU, and let it serve again after the restore.",
+    help="Capture an SGLang server with CRIU. Make it fit for that, and let it serve again after the restore.",
+    rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
 )
@@ -60,7 +61,7 @@ def quiesce(
     pid: PidOpt = None,
     as_json: JsonOpt = False,
 ) -> None:
-    """Warm up, let go of everything of modelexpress, look for what is left, and write the ready file.
+    """Make a server fit for capture. Warm up, let go of everything, look for what is left, write the ready file.
 
     The server answers no request from then on, until `resume`. When something fails or is left, it serves again,
     and there is no file.
@@ -81,7 +82,7 @@ def quiesce(
 
 @app.command()
 def check(url: UrlOpt = _URL, api_key: ApiKeyOpt = None, pid: PidOpt = None, as_json: JsonOpt = False) -> None:
-    """List what of modelexpress is in the server's processes: threads, sockets, mappings, files. Exit 1 if any."""
+    """List what of modelexpress is in the server. Threads, sockets, mappings, files of its processes; exit 1 if any."""
     from modelexpress.engines.sglang import snapshot
 
     found = snapshot.left_behind(_server(url, api_key, pid))
@@ -106,7 +107,7 @@ def dump(
     stream: StreamOpt = False,
     more: MoreArg = None,
 ) -> None:
-    """Capture the server of a ready file with CRIU, which must be installed. Its processes end, as CRIU has it."""
+    """Capture the server of a ready file. With CRIU, which must be installed; its processes end, as CRIU has it."""
     from modelexpress import criu
     from modelexpress.engines.sglang import snapshot
 
@@ -130,7 +131,7 @@ def restore(
 
 @app.command()
 def resume(ready_file: ReadyOpt, url: UrlOpt = _URL, api_key: ApiKeyOpt = None, pid: PidOpt = None) -> None:
-    """Compare the devices with the ready file's, take memory back, publish again, generate once, remove the file."""
+    """Let a restored server serve. Compare the devices, take memory back, publish, generate once, remove the file."""
     log_to_stderr(False)
     from modelexpress.engines.sglang import snapshot
 
