@@ -7,12 +7,15 @@ in every run, so that no unrelated change fails by chance; with it they are new 
 import os
 import struct
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+
+_T = TypeVar("_T")
 
 _DEFAULT_EXAMPLES = 200
 _EXAMPLES = os.environ.get("FUZZ_EXAMPLES", "")
@@ -39,57 +42,69 @@ def allocates_less_than(nbytes: int) -> Iterator[None]:
         assert peak_nbytes < nbytes
 
 
-BORDERS = [
-    0,
-    1,
-    2,
-    3,
-    4,
-    7,
-    8,
-    9,
-    63,
-    64,
-    65,
-    1 << 31,
-    1 << 32,
-    1 << 47,
-    1 << 48,
-    (1 << 48) + 1,
-    1 << 62,
-    (1 << 63) - 1,
-]
-INTEGERS = st.sampled_from([*BORDERS, 1 << 63, (1 << 64) - 1, -1, -2, -(1 << 31), -(1 << 63)]) | st.integers(-9, 99)
-TEXTS = st.sampled_from(
-    ["", "a", "w", "cpu", "cuda", "cuda:0", "cuda:99999", "meta", "float32", "uint8", "F32", "..", "../x", "/", "a\0b",
-     "line\nbreak", "\x1b[31m", "\u202ereversed", "x" * 5000, "\u2028", "\ud7ff", "NaN", "1e400", "\u0663"]
-) | st.text(max_size=8)  # fmt: skip
-ODD = st.one_of(
-    INTEGERS,
-    TEXTS,
-    st.sampled_from([None, True, False, 0.5, -0.0, float("nan"), float("inf"), b"", b"\0" * 100, [], {}, [[]]]),
-    st.lists(INTEGERS, max_size=4),
-    st.integers(1, 200).map(lambda n: [1] * n),
-    st.integers(1, 200).map(lambda n: [(1 << 63) - 1] * n + [0]),
+_INTEGERS = (
+    *(0, 1, 2, 3, 4, 7, 8, 9, 63, 64, 65, -1, -2),
+    *(1 << 31, 1 << 32, 1 << 47, 1 << 48, (1 << 48) + 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1),
+    *(-(1 << 31), -(1 << 63)),
 )
+_TEXTS = (
+    *("", "a", "w", "cpu", "cuda", "cuda:0", "cuda:99999", "meta", "float32", "uint8", "F32", "..", "../x", "/"),
+    *("a\0b", "line\nbreak", "\x1b[31m", "\u202ereversed", "x" * 5000, "\u2028", "\ud7ff", "NaN", "1e400", "\u0663"),
+)
+_OTHERS = (None, True, False, 0.5, -0.0, float("nan"), float("inf"), b"", b"\0" * 100)
+_PIECES = (b"\0", b"\xff", b"\xdd", b"\xdf", b"\xc6", b"\x91", b"\x7f\xff\xff\xff", b'"', b"{", b"[")
 
-# What is done to the bytes of something valid: overwrite, insert, remove, repeat, cut, and lengths that lie.
-_EDITS = st.lists(
-    st.tuples(
-        st.sampled_from(["overwrite", "overwrite", "insert", "remove", "repeat", "cut", "length"]),
-        st.integers(0, 1 << 16),
-        st.integers(1, 40),
-        st.sampled_from([b"\0", b"\xff", b"\xdd", b"\xdf", b"\xc6", b"\x91", b"\x7f\xff\xff\xff", b'"', b"{", b"["])
-        | st.binary(min_size=1, max_size=8),
-    ),
-    min_size=1,
-    max_size=3,
-)
+# One choice of bytes is what Hypothesis makes fastest. So everything here is read out of words of this length; what a
+# word means is worked out below, and all of it is a matter of the word alone.
+_WORD_NBYTES = 12
+_WORDS = st.binary(min_size=_WORD_NBYTES, max_size=_WORD_NBYTES)
+
+
+def _integer(word: bytes) -> int:
+    """A border of something, or a number between -9 and 99."""
+    return _one_of(_INTEGERS, word) if word[0] % 2 else word[1] % 109 - 9
+
+
+def _text(word: bytes) -> str:
+    """A text that means something somewhere, or up to eight letters."""
+    if word[0] % 2:
+        return _one_of(_TEXTS, word)
+    letters = word[3 : 3 + word[1] % 9]
+    return letters.decode("utf-16-le", errors="replace") if word[2] % 2 else letters.decode("latin-1")
+
+
+def _odd(word: bytes) -> object:
+    """A value of any kind."""
+    rest = word[1:]
+    match word[0] % 7:
+        case 0:
+            return _integer(rest)
+        case 1:
+            return _text(rest)
+        case 2:
+            return _one_of(_OTHERS, rest)
+        case 3:
+            return [_integer(rest[at:]) for at in range(rest[9] % 5)]
+        case 4:
+            return [1] * (1 + rest[0] % 200)
+        case 5:
+            return {} if rest[0] % 2 else [[]]
+        case _:
+            return [(1 << 63) - 1] * (1 + rest[0] % 200) + [0]
+
+
+def _one_of(values: Sequence[_T], word: bytes) -> _T:
+    return values[word[1] % len(values)]
+
+
+INTEGERS = _WORDS.map(_integer)
+TEXTS = _WORDS.map(_text)
+ODD = _WORDS.map(_odd)
 
 
 def bytes_near(valid: bytes) -> st.SearchStrategy[bytes]:
     """These bytes, damaged in one to three places."""
-    return _EDITS.map(lambda edits: _damaged(valid, edits))
+    return st.binary(min_size=_WORD_NBYTES, max_size=3 * _WORD_NBYTES).map(lambda words: _damaged(valid, words))
 
 
 def anything_near(valid: bytes) -> st.SearchStrategy[bytes]:
@@ -103,12 +118,9 @@ def values_near(valid: object) -> st.SearchStrategy[object]:
     `valid` is not changed. Structs are taken as the maps and lists that they are encoded as.
     """
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(valid))
-    step = st.tuples(
-        st.sampled_from(list(_places(plain))),
-        st.sampled_from(["alike", "alike", "alike", "alike", "alike", "replace", "remove", "double"]),
-        st.tuples(ODD, INTEGERS, TEXTS),
-    )
-    return st.lists(step, max_size=2).map(lambda steps: _edited(plain, steps))
+    places = tuple(_places(plain))
+    steps = st.binary(min_size=_STEPS_NBYTES, max_size=_STEPS_NBYTES)
+    return steps.map(lambda data: _edited(plain, list(_steps(places, data))))
 
 
 def packed_near(valid: object) -> st.SearchStrategy[bytes]:
@@ -127,11 +139,18 @@ def frame(data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + data
 
 
-def _damaged(valid: bytes, edits: list[tuple[str, int, int, bytes]]) -> bytes:
+_HARMS = ("overwrite", "overwrite", "insert", "remove", "repeat", "cut", "length")
+
+
+def _damaged(valid: bytes, words: bytes) -> bytes:
+    """Overwrite, insert, remove, repeat, cut, and lengths that lie: one for each word, the last may be cut."""
     data = bytearray(valid)
-    for what, place, length, new in edits:
-        at = place % (len(data) + 1)
-        match what:
+    for start in range(0, len(words), _WORD_NBYTES):
+        word = words[start : start + _WORD_NBYTES].ljust(_WORD_NBYTES, b"\0")
+        at = int.from_bytes(word[1:4], "little") % (len(data) + 1)
+        length = 1 + word[4] % 40
+        new = _one_of(_PIECES, word[5:]) if word[5] % 2 else word[-1 - word[6] % 6 :]
+        match _HARMS[word[0] % len(_HARMS)]:
             case "overwrite":
                 data[at : at + len(new)] = new
             case "insert":
@@ -150,6 +169,20 @@ def _damaged(valid: bytes, edits: list[tuple[str, int, int, bytes]]) -> bytes:
 
 _Place = tuple[object, ...]  # keys and list indices, from the outermost
 _New = tuple[object, int, str]  # of any kind, or of the kind of what it replaces
+
+
+_STEP_NBYTES = 3 + _WORD_NBYTES
+_STEPS_NBYTES = 1 + 2 * _STEP_NBYTES
+_CHANGES = ("alike", "alike", "alike", "alike", "alike", "replace", "remove", "double")
+
+
+def _steps(places: Sequence[_Place], data: bytes) -> Iterator[tuple[_Place, str, _New]]:
+    """None to two changes: where, what, and a new value of any kind or of the kind of what it replaces."""
+    for number in range((0, 1, 1, 1, 2, 2)[data[0] % 6]):
+        step = data[1 + number * _STEP_NBYTES :][:_STEP_NBYTES]
+        place = places[int.from_bytes(step[:2], "little") % len(places)]
+        word = step[3:]
+        yield place, _CHANGES[step[2] % len(_CHANGES)], (_odd(word), _integer(word), _text(word))
 
 
 def _places(value: object, above: _Place = ()) -> Iterator[_Place]:
