@@ -85,17 +85,19 @@ def test_records_in_a_directory(folder, payload, signing_key, damage):
 
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory):
+    """A client of a server with one good source in it, and a registry for each signing key; these keep no records."""
     with (
         RedisServer(tmp_path_factory.mktemp("redis")) as server,
         server.client as client,
         opened(server.url) as registry,
+        opened(server.url, b"secret") as signed,
     ):
         registry.publish(record_of(OTHER_ID), b"good")
         client.persist(f"mx1:record:{OTHER_ID}")  # a long run outlasts the lease
         client.persist(f"mx1:offer:{OTHER_ID}:{hashlib.sha256(b'good').hexdigest()[:16]}")
         client.persist(f"mx1:index:{KEY}")
         client.zadd(f"mx1:index:{KEY}", {OTHER_ID: 9e15})
-        yield server, client
+        yield client, {None: registry, b"secret": signed}
 
 
 @pytest.mark.redis
@@ -107,23 +109,22 @@ def redis(tmp_path_factory):
     signing_key=SIGNED,
 )
 def test_records_in_redis(redis, payload, offer, member, signing_key):
-    server, client = redis
+    client, registries = redis
     keys = [f"mx1:record:{SOURCE_ID}", f"mx1:offer:{SOURCE_ID}:{RECORD.offer_digest[:16]}"]
-    client.set(keys[0], payload)
-    client.set(keys[1], offer)
-    client.zadd(f"mx1:index:{KEY}", {member: 9e15})
+    with client.pipeline() as pipeline:
+        pipeline.set(keys[0], payload).set(keys[1], offer).zadd(f"mx1:index:{KEY}", {member: 9e15}).execute()
     try:
-        with opened(server.url, signing_key) as registry:
-            found = registry.find(KEY)
-            check(found, signing_key)
-            if signing_key is None:
-                assert OTHER_ID in {each.record.source_id for each in found}
-            for each in found:
-                with suppress(NotAvailable):
-                    assert registry.offer(each.record) in (b"good", b"offer")
+        registry = registries[signing_key]
+        found = registry.find(KEY)
+        check(found, signing_key)
+        if signing_key is None:
+            assert OTHER_ID in {each.record.source_id for each in found}
+        for each in found:
+            with suppress(NotAvailable):
+                assert registry.offer(each.record) in (b"good", b"offer")
     finally:
-        client.delete(*keys)
-        client.zrem(f"mx1:index:{KEY}", member)
+        with client.pipeline() as pipeline:
+            pipeline.delete(*keys).zrem(f"mx1:index:{KEY}", member).execute()
 
 
 ENCODED = encode_record(RECORD)

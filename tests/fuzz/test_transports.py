@@ -349,7 +349,7 @@ def test_no_source_writes_beside_its_chunks_or_keeps_a_reader(hostile, impatient
 
 
 class Contradicting:
-    """A registry of three sources of one key: one is true, the others' records and offers are a bit wrong."""
+    """A true source, and its registry, in which the records and offers of others are a bit wrong."""
 
     def __init__(self, folder):
         self.fleet = Fleet(folder / "registry")
@@ -362,6 +362,9 @@ class Contradicting:
         self.offers = st.one_of(packed_near(self.offer), st.just(self.offer.encode()))
         self.key = adapter.identity().key
         self.kept = (self.model, registration)
+
+    def close(self):
+        self.transport.close()
 
     def _open(self):
         return PeerTransport({"host": lambda: HostTransport(lanes=1), "tcp": tcp})
@@ -397,9 +400,13 @@ class Contradicting:
 
 @pytest.fixture(scope="module")
 def contradicting(tmp_path_factory):
-    made = Contradicting(tmp_path_factory.mktemp("contradicting"))
-    yield made
-    made.transport.close()
+    """Its true source is published; the others come and go."""
+    with (
+        closing(Contradicting(tmp_path_factory.mktemp("contradicting"))) as made,
+        closing(made.fleet.open_registry()) as registry,
+    ):
+        registry.publish(made.record(0, made.offer), made.offer.encode())
+        yield made
 
 
 CHANGES = st.fixed_dictionaries(
@@ -418,18 +425,16 @@ CHANGES = st.fixed_dictionaries(
 @fuzzed
 @given(data=st.data(), records=st.lists(CHANGES, min_size=2, max_size=2))
 def test_sources_that_contradict_each_other_do_not_keep_the_true_one_from_serving(contradicting, data, records):
-    encoded = contradicting.offer.encode()
     hostile = [data.draw(contradicting.offers) for _ in records]
     before = threading.active_count()
     with closing(DirectoryRegistry(contradicting.fleet.path, signing_key=None)) as registry:
-        registry.publish(contradicting.record(0, contradicting.offer), encoded)
         for number, (changes, offer) in enumerate(zip(records, hostile, strict=True), start=1):
             registry.publish(contradicting.record(number, offer, **changes), offer)
         try:
             report = contradicting.load()
         except LoadFailed as exc:
             pytest.fail(f"the true source was not read: {exc}")
-    if all(offer == encoded for offer in hostile):
+    if all(offer == contradicting.offer.encode() for offer in hostile):
         assert snapshot(report.model) == snapshot(contradicting.model)
     give_up = time.monotonic() + SOON_S
     while threading.active_count() > before and time.monotonic() < give_up:
@@ -438,13 +443,13 @@ def test_sources_that_contradict_each_other_do_not_keep_the_true_one_from_servin
     assert threading.active_count() <= before + 1  # the thread of a connection that was just closed
 
 
-def test_a_record_with_the_name_of_another_does_not_hide_it(contradicting):
+def test_a_record_with_the_name_of_another_does_not_hide_it(tmp_path):
     """Of records with one host, process and beginning of an id only the first was read."""
-    with closing(DirectoryRegistry(contradicting.fleet.path, signing_key=None)) as registry:
-        for number, offer in enumerate([b"", b"", contradicting.offer.encode()]):
-            record = registry.publish(contradicting.record(number, offer), offer)
-        report = contradicting.load()
+    with closing(Contradicting(tmp_path)) as made, closing(made.fleet.open_registry()) as registry:
+        for number, offer in enumerate([b"", b"", made.offer.encode()]):
+            record = registry.publish(made.record(number, offer), offer)
+        report = made.load()
 
-    assert record.name == "host/1/00000000"
-    assert report.attempts[-1].outcome == "loaded"
-    assert snapshot(report.model) == snapshot(contradicting.model)
+        assert record.name == "host/1/00000000"
+        assert report.attempts[-1].outcome == "loaded"
+        assert snapshot(report.model) == snapshot(made.model)
