@@ -313,10 +313,12 @@ def hostile():
 
 
 ANSWER = b"".join(pattern(1, at, nbytes).tobytes() for at, nbytes in enumerate(SIZES))
-NONCES = st.sampled_from([bytes(16)] * 6 + [b"", b"x", bytes(15), bytes(17), bytes(5000)])
-PROOFS = st.sampled_from([None] * 5 + [b"", bytes(32), bytes(31), bytes(100_000)])
+NONCES = st.sampled_from([bytes(16)] * 30 + [b"", b"x", bytes(15), bytes(17), bytes(5000)])
+PROOFS = st.sampled_from([None] * 30 + [b"", bytes(32), bytes(31), bytes(100_000)])
 ANSWERS = st.one_of(
-    st.just(ANSWER), bytes_near(ANSWER), st.integers(0, len(ANSWER)).map(lambda n: ANSWER[:n]), st.just(ANSWER * 50)
+    *[bytes_near(ANSWER)] * 3,
+    st.integers(0, len(ANSWER)).map(lambda n: ANSWER[:n]),
+    st.tuples(st.binary(max_size=64), st.integers(0, 50)).map(lambda more: ANSWER * more[1] + more[0]),
 )
 ENDS = st.sampled_from(["close"] * 20 + ["reset"] * 10 + ["silence"])  # whose end is waited for
 
