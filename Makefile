@@ -53,7 +53,7 @@ test-sglang-fleet: $(SGLANG_STAMP)  ## Compare whole servers, four for each kind
 	env -u PYTHONDONTWRITEBYTECODE $(SGLANG_BIN)/python -m pytest tests/sglang -m fleet
 
 N ?= 2000
-fuzz: $(STAMP) redis-server  ## Try N hostile inputs on every border (make fuzz N=100000; 2000 are ten minutes)
+fuzz: $(STAMP) redis-server  ## Try N hostile inputs on every border (make fuzz N=100000; 2000 are three minutes)
 	FUZZ_EXAMPLES=$(N) $(BIN)/python -m pytest tests/fuzz --timeout 0
 
 LOADS ?= 1000
