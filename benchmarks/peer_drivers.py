@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -48,6 +50,15 @@ class Driver:
             raise DoesNotRun(f"{self._script} ended: {self._last_words()}") from exc
         answer: dict[str, Any] = json.loads(self._line())
         return answer
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Stop the process while the block runs: threads that poll for something to do take a core from the others."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Driver:
         return self

@@ -16,8 +16,8 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,13 @@ class TransferPeer:
     def __init__(self, source: Driver, target: Driver, *, tcp: bool) -> None:
         self.way = f"{target.said['release']}{', TCP' if tcp else ''}"
         self.digest = source.ask(do="digest")["digest"]
+        self._source = source
         self._target = target
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        with self._source.resting(), self._target.resting():
+            yield
 
     def run(self, pair: int, nbytes: int, write: Write) -> Row:
         """A warm-up and a timed pass; what landed is compared with what the source holds."""
@@ -138,6 +144,14 @@ class TransferPeer:
         row["gb_per_s"] = nbytes / float(went["seconds"]) / 1e9
         write(row)
         return row
+
+
+@contextmanager
+def all_resting(peers: Iterable[TransferPeer]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for peer in peers:
+            stack.enter_context(peer.resting())
+        yield
 
 
 def transfer_peer(
@@ -175,10 +189,12 @@ def compare_transfers(
         chosen: dict[str, Any] = {"revision": TCP_REVISION, "transports": "tcp"} if tcp else {"revision": REVISION}
         for pair in range(options.pairs):
             way = "load, tcp" if tcp else "load"
-            recorder.time(way, lambda: load_from_peer(target.model, registry, verify="off", **chosen), pair)
+            with all_resting(running.values()):
+                recorder.time(way, lambda: load_from_peer(target.model, registry, verify="off", **chosen), pair)
             ours.append(float(str(recorder.rows[-1]["seconds"])))
             for name, peer in running.items():
-                row = peer.run(pair, target.nbytes, write)
+                with all_resting(other for other in running.values() if other is not peer):
+                    row = peer.run(pair, target.nbytes, write)
                 found.append(row)
                 theirs[name].append(float(str(row["seconds"])))
     return recorder.rows + found, {
