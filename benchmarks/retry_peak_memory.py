@@ -82,12 +82,13 @@ class Assassin:
             self._arrived += nbytes
             if self._plan and self._arrived >= self._plan[0][0]:
                 _, peers = self._plan.pop(0)
-                victim = next(peer for peer in peers if peer.pid == self._being_read() and peer.poll() is None)
+                read = self._being_read()  # with one that was killed, as long as its record stands
+                victim = next(peer for peer in peers if peer.pid in read and peer.poll() is None)
                 victim.kill()
 
-    def _being_read(self) -> int:
+    def _being_read(self) -> set[int]:
         with closing(open_registry(self._registry, signing_key=None, timeout_s=10, lease_ttl_s=15)) as opened:
-            return next(each.record.pid for each in opened.find(None) if each.readers)
+            return {each.record.pid for each in opened.find(None) if each.readers}
 
 
 def main() -> None:
