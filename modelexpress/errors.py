@@ -131,11 +131,17 @@ def raise_interrupt(exc: BaseException, *, outer: BaseException | None) -> None:
     """Raise the KeyboardInterrupt or SystemExit in whose place `exc` was raised, if there was one.
 
     An interrupt may come while `Condition.wait` takes its lock back; leaving the `with` then raises
-    RuntimeError in its place. Who catches Exception would go on as if nobody had asked to stop.
+    RuntimeError in its place. Who catches Exception would go on as if nobody had asked to stop. Whoever
+    says `raise ... from` an interrupt has dealt with it.
     """
-    for each in _chained(exc, outer):
-        if isinstance(each, KeyboardInterrupt | SystemExit):
-            raise each from None
+    seen = {id(outer)}
+    following: BaseException | None = exc
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        replaced = None if following.__suppress_context__ else following.__context__
+        if isinstance(replaced, KeyboardInterrupt | SystemExit) and replaced is not outer:
+            raise replaced from None
+        following = following.__cause__ or replaced
 
 
 def in_flight() -> BaseException | None:

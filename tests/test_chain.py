@@ -231,6 +231,32 @@ def test_an_interrupt_that_another_exception_replaced_still_ends_the_load(fatal)
     assert later == []
 
 
+def test_an_interrupt_that_somebody_dealt_with_is_an_error_like_any_other():
+    def act(target):
+        try:
+            raise SystemExit("what a parser of arguments does")
+        except SystemExit as exc:
+            raise ValueError("bad arguments") from exc
+
+    chain = LoadStrategyChain([ScriptedStrategy("rdma", Scripted("a", act), Scripted("b", fills))])
+
+    assert [each.outcome for each in chain.run(Engine().target()).attempts] == ["failed", "loaded"]
+
+
+def test_an_interrupt_behind_an_error_that_was_translated_ends_the_load():
+    def act(target):
+        try:
+            try:
+                raise KeyboardInterrupt("now")
+            finally:
+                raise RuntimeError("cannot release un-acquired lock")
+        except RuntimeError as exc:
+            raise TransferFailed("translated") from exc
+
+    with pytest.raises(KeyboardInterrupt, match="now"):
+        LoadStrategyChain([ScriptedStrategy("rdma", Scripted("a", act))]).run(Engine().target())
+
+
 def test_an_interrupt_of_the_caller_is_not_one_of_the_load():
     chain = LoadStrategyChain([ScriptedStrategy("rdma", Scripted("a", breaks_off), Scripted("b", fills))])
 
