@@ -67,6 +67,14 @@ SigningKeyOpt = Annotated[
         show_default=False,
     ),
 ]
+TransportsOpt = Annotated[
+    str | None,
+    typer.Option(help="Ways to a peer, in the order to try them: some of host,nixl,tcp. Default: host,nixl."),
+]
+DirectReadsOpt = Annotated[
+    str | None,
+    typer.Option(help="Read files past the page cache where they are not in it: auto, on or off. Default: auto."),
+]
 ThreadsOpt = Annotated[int | None, typer.Option(help="Parallel lanes. Default: the cores available, at most 8.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 VerboseOpt = Annotated[bool, typer.Option("--verbose", "-v", help="Log each attempt on stderr.")]
@@ -111,6 +119,8 @@ def load(
     max_readers: Annotated[
         int | None, typer.Option(help="Targets that read from a peer at one time; more wait their turn. Default: 1.")
     ] = None,
+    transports: TransportsOpt = None,
+    direct_reads: DirectReadsOpt = None,
     threads: ThreadsOpt = None,
     signing_key: SigningKeyOpt = None,
     as_json: JsonOpt = False,
@@ -141,6 +151,8 @@ def load(
             connect_timeout_s=connect_timeout_s,
             max_sources=max_sources,
             max_readers=max_readers,
+            transports=transports,
+            direct_reads=direct_reads,
             threads=threads,
             signing_key=signing_key,
         )
@@ -166,6 +178,10 @@ def serve(
         float | None, typer.Option(help="Seconds until a source that died is not found any more. Default: 15.")
     ] = None,
     connect_timeout_s: Annotated[float | None, typer.Option(help="Seconds to reach the registry. Default: 10.")] = None,
+    transports: TransportsOpt = None,
+    listen: Annotated[
+        str | None, typer.Option(help="IP address of this host where tcp serves readers. Default: 127.0.0.1.")
+    ] = None,
     threads: ThreadsOpt = None,
     signing_key: SigningKeyOpt = None,
     verbose: VerboseOpt = False,
@@ -191,6 +207,8 @@ def serve(
         verify=verify,
         lease_ttl_s=lease_ttl_s,
         connect_timeout_s=connect_timeout_s,
+        transports=transports,
+        listen=listen,
         threads=threads,
         signing_key=signing_key,
     ) as source:

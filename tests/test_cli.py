@@ -109,6 +109,20 @@ def test_a_failed_load_exits_1_with_the_reasons(tmp_path):
     assert "missing" in report["attempts"][-1]["error"]
 
 
+@pytest.mark.nixl
+def test_the_ways_to_a_peer_are_chosen_by_options(checkpoint, registry):
+    chosen = ("--revision", "r", "--transports", "tcp")
+    with PeerProcess.serve(checkpoint, registry, *chosen, "--listen", "127.0.0.1"):
+        by_tcp, by_host = (
+            modelexpress("load", checkpoint, "--registry", registry, "--strategies", "rdma", "--json", *given)
+            for given in (chosen, ("--revision", "r", "--transports", "host"))
+        )
+
+    assert json.loads(by_tcp.stdout)["attempts"][-1]["shares"][0][1] == "tcp"
+    assert by_host.returncode == 1
+    assert "the source is reached by tcp, and we have host" in by_host.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -116,6 +130,8 @@ def test_a_failed_load_exits_1_with_the_reasons(tmp_path):
         (("--verify", "maybe"), "on, off or sampled"),
         (("--transfer-timeout-s", "-1"), "positive number of seconds"),
         (("--registry", "http://host"), "no known scheme"),
+        (("--transports", "smoke"), "some of host,nixl,tcp"),
+        (("--direct-reads", "maybe"), "auto, on or off"),
         (("--strategies", "rdma"), "registry is not set"),
     ],
 )
