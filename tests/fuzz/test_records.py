@@ -33,8 +33,9 @@ def opened(url, signing_key=None):
     return closing(open_registry(url, signing_key=signing_key, timeout_s=TIMEOUT_S, lease_ttl_s=30.0))
 
 
-def check(found, signing_key):
-    """Only what is well-formed; with a key, only what its holder signed."""
+def find(registry, signing_key):
+    """What is found for KEY: only what is well-formed, and the good source; with a key, only what its holder signed."""
+    found = registry.find(KEY)
     for each in found:
         record = each.record
         assert signing_key is None, "nobody signed this"
@@ -44,6 +45,9 @@ def check(found, signing_key):
         assert min(record.generation, record.pid, record.nbytes, record.tensors, each.readers) >= 0
         assert KEY in record.keys
         assert len(encode_record(record)) <= 16 * 1024 + 100
+    if signing_key is None:
+        assert OTHER_ID in {each.record.source_id for each in found}
+    return found
 
 
 # A directory
@@ -70,11 +74,7 @@ def test_records_in_a_directory(folder, payload, signing_key, damage):
     try:
         with open(path) as held, opened(f"file://{place}", signing_key) as registry:
             fcntl.flock(held, fcntl.LOCK_EX)
-            found = registry.find(KEY)
-            check(found, signing_key)
-            if signing_key is None:
-                assert OTHER_ID in {each.record.source_id for each in found}
-            for each in found:
+            for each in find(registry, signing_key):
                 with suppress(NotAvailable):
                     assert registry.offer(each.record) == b"good"
                 registry.confirms(each.record) if each.record.source_id == OTHER_ID else registry.stands(each.record)
@@ -117,11 +117,7 @@ def test_records_in_redis(redis, payload, offer, member, signing_key):
         pipeline.set(keys[0], payload).set(keys[1], offer).zadd(f"mx1:index:{KEY}", {member: 9e15}).execute()
     try:
         registry = registries[signing_key]
-        found = registry.find(KEY)
-        check(found, signing_key)
-        if signing_key is None:
-            assert OTHER_ID in {each.record.source_id for each in found}
-        for each in found:
+        for each in find(registry, signing_key):
             with suppress(NotAvailable):
                 assert registry.offer(each.record) in (b"good", b"offer")
     finally:
