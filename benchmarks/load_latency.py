@@ -103,8 +103,8 @@ def load(checkpoint: Path, strategy: str, options: dict[str, str]) -> tuple[mode
 
 
 @contextmanager
-def sources(checkpoint: Path) -> Iterator[dict[str, tuple[str, dict[str, str]]]]:
-    """Ways to load: the strategy and its options."""
+def sources(checkpoint: Path) -> Iterator[dict[str, tuple[str, dict[str, str], State | None]]]:
+    """Ways to load: the strategy, its options, and the state of the page cache that it wants."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         socket, registry = f"{folder}/gms.sock", f"file://{folder}/registry"
@@ -115,12 +115,12 @@ def sources(checkpoint: Path) -> Iterator[dict[str, tuple[str, dict[str, str]]]]
             PeerProcess([sys.executable, str(HERE / "layout_source.py"), str(checkpoint), registry, *NAMED.values()])
         )
         yield {
-            "disk, warm": ("disk", {}),
-            "disk, cold": ("disk", {}),
-            "peer, host": ("rdma", {"registry": registry, "transports": "host"}),
-            "peer, nixl": ("rdma", {"registry": registry, "transports": "nixl"}),
-            "peer, tcp": ("rdma", {"registry": registry, "transports": "tcp"}),
-            "gms": ("gms", {"gms": socket}),
+            "disk, warm": ("disk", {}, "warm"),
+            "disk, cold": ("disk", {}, "cold"),
+            "peer, host": ("rdma", {"registry": registry, "transports": "host"}, None),
+            "peer, nixl": ("rdma", {"registry": registry, "transports": "nixl"}, None),
+            "peer, tcp": ("rdma", {"registry": registry, "transports": "tcp"}, None),
+            "gms": ("gms", {"gms": socket}, None),
         }
 
 
@@ -145,8 +145,7 @@ def main() -> None:
     measured: list[dict[str, Any]] = []
     with sources(checkpoint) as ways, rows("load_latency") as write:
         for turn in range(options.rounds + 1):  # the first warms up
-            for way, (strategy, given) in ways.items():
-                state: State | None = {"disk, warm": "warm", "disk, cold": "cold"}.get(way)
+            for way, (strategy, given, state) in ways.items():
                 if state is not None:
                     put(sorted(checkpoint.glob("*.safetensors")), state)
                 report, seconds, steps = load(checkpoint, strategy, given)
